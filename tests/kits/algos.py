@@ -16,9 +16,8 @@ from rondel.algos.entropy import EntropyBonus
 from rondel.algos.group_advantages import AgentBaseline, Redistribute
 from rondel.algos.mask_corrections import BinaryKlMask
 from rondel.algos.masked_surrogates import ClipCov, KlCov
-from rondel.algos.objective import objective
+from rondel.algos.objective import decide_update, objective
 from rondel.algos.off_policy_surrogates import CenteredScore
-from rondel.algos.precompute import counted_tokens, decide_update
 from rondel.algos.prompt_norm import PromptNorm
 from rondel.algos.reward_transforms import Overlong
 from rondel.algos.scored_samples import ScoredSamples
@@ -207,7 +206,7 @@ class Ragged:
             known = known.with_fields(top_ids=likeliest.indices, top_behavior=likeliest.values)
         if noted:
             known, _ = decide_update(row, known)
-        counted_N = counted_tokens(scored.lengths_N, known.counts)
+        counted_N = aggregate.counted_tokens(scored.lengths_N, known.counts)
         weight_T = scored.spread_to_tokens(aggregate.sample_weights(row.aggregate, counted_N, scored.group_N))
         total, terms = torch.zeros((), dtype=F64), []
         for first, end in pairwise([0, *(cuts or []), len(order)]):

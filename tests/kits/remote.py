@@ -134,5 +134,6 @@ def deployed(worker: Worker, engines: int, update: WeightUpdate) -> SimpleNamesp
 
     router = EngineRouter(remotes, max_inflight=4, patience=5.0, restartable=remotes)
     placed = SimpleNamespace(engine=router, remotes=remotes, lost=no_lost_rank, bring_back_lost=router.bring_back_lost)
+    placed.may_lose_engines = True
     placed.restart_engines = partial(Deployment.restart_engines, placed)
     return placed

@@ -98,7 +98,7 @@ def test_what_was_scored_twice_is_counted_once(tmp_path):
         await rollouts.score(found)
 
     asyncio.run(group())
-    assert len(parts.failures.recent.outcomes) == 4
+    assert len(parts.failures.recent) == 4
 
 
 def test_a_pause_ends_when_the_world_mends(tmp_path):

@@ -25,6 +25,7 @@ from kits.chat import Engine, chat, tokenizer
 from kits.gateway import ADD, QWEN
 from rondel.core.errors import BoxError, DataError, RewardError, SandboxError
 from rondel.core.types import Completion, EnvFault, Failed, Score, Task, Trajectory
+from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.rollouts import GroupRollouts
 from rondel.generate.engine.server.fields import RequestFields, parse_body
 from rondel.generate.engine.server.native import read_generate
@@ -509,7 +510,13 @@ def test_no_text_makes_room_for_an_image():
 
 
 def tried(env: Any) -> Trajectory:
-    rollouts = GroupRollouts(SimpleNamespace(env=env, job=SimpleNamespace(agent_policies={})), 1)  # type: ignore[arg-type]
+    job = SimpleNamespace(
+        loop=SimpleNamespace(seed=0),
+        task=SimpleNamespace(system=""),
+        model=SimpleNamespace(teacher=None),
+        agent_policies={},
+    )
+    rollouts = GroupRollouts(SimpleNamespace(env=env, job=job, failures=FailureBudget()), 1)  # type: ignore[arg-type]
     (trajectory,) = asyncio.run(rollouts.run_episode(Task("t/1", "x", {"prompt": "go"}), lambda: chat(tok(), Policy())))
     return trajectory
 

@@ -95,3 +95,13 @@ def test_a_trainer_with_a_mapped_reference_trains_the_same_bits(tmp_path, monkey
     assert told[0][0] == told[1][0] and told[0][0][1]["train/kl_ref"] > 0
     assert all(torch.equal(a, b) for a, b in zip(told[0][1], told[1][1]))
     assert told[0][2] > told[1][2], "what lies in the file is not counted as held"
+
+
+def test_a_trainer_gives_the_reference_back_after_each_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(offload, "LEAST_MAPPED", 0)
+    algo = resolve_algorithm({"kind": "grpo", "kl": {"coef": 0.1}})
+    t = trainer(model("llama"), algo, start_probe=4, folder=str(tmp_path))
+    given, release = [], t.offload.mapped.release
+    monkeypatch.setattr(t.offload.mapped, "release", lambda: (given.append(1), release()))
+    step(t, batch(awkward_groups(), algo), algo)
+    assert len(given) == 2, "after the reference's log-probabilities, and after the KL that the step shows"

@@ -23,10 +23,24 @@ from rondel.core.events import (
     RunStarted,
     StepDone,
     Warned,
+    emit,
+    subscribe,
 )
 from rondel.runtime.telemetry.metrics import SCHEMA, StepMetrics, from_groups, from_taken, metric_meaning
 from rondel.runtime.telemetry.progress import ProgressPrinter
 from rondel.runtime.telemetry.sinks import open_sinks
+
+
+def test_a_reader_hears_the_kinds_that_it_named_until_it_is_removed():
+    told = {"all": [], "some": []}
+    ends = [subscribe(told["all"].append), subscribe(told["some"].append, Warned, RunEnded)]
+    events = [Warned("one"), RunStarted("runs/a", "", {}), RunEnded(1, 1, "all steps done", 0.5)]
+    for event in events:
+        emit(event)
+    for end in [*ends, *ends]:
+        end()
+    emit(Warned("two"))
+    assert told == {"all": events, "some": [events[0], events[2]]}
 
 
 def test_one_step_by_hand():

@@ -296,9 +296,9 @@ def test_what_cannot_be_trained_is_named():
 
 
 def test_training_refuses_what_evaluation_may_use():
-    from rondel.assemble.refusals import refuse_untrainable
     from rondel.core.config.task import EvaluationConfig
     from rondel.driver.evaluation import evaluation_sampling
+    from rondel.generate.envs.episode import refuse_untrainable
 
     more = {"top_p": 0.9, "logit_bias": {"5": 1.0}, "repetition_penalty": 1.1, "stop": ["x", 7]}
     s = evaluation_sampling(

@@ -17,10 +17,10 @@ from kits.engine import all_of, ask, engine, prompt
 from kits.runs import events, run
 from kits.train import apart, batch, gradient, model, row, step, trainer
 from rondel.assemble import replay
-from rondel.assemble.refusals import WIDEST, refuse_untrainable, refuse_wide, refuse_without_support
 from rondel.buffer.state import decode, encode
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import DATA, Group, Sampling, Score, Task, Trajectory
+from rondel.generate.envs.episode import WIDEST, refuse_untrainable, refuse_wide, refuse_without_support
 from rondel.models.head import LMHead
 from rondel.runtime.journal import store
 from rondel.train.annotate import annotate_logprobs

@@ -29,6 +29,8 @@ from rondel.sync.update import WeightUpdate
 class Nothing:
     """A deployment in which no process has ended."""
 
+    may_lose_engines = False
+
     async def restart_engines(self):
         return False
 

@@ -74,7 +74,7 @@ class SmallEngine:
             scheduler = SimpleNamespace(
                 drop_cache=lambda version: None,
                 new_version=lambda version, before: None,
-                replay=SimpleNamespace(is_behind=lambda version: False),
+                is_behind=lambda version: False,
                 max_running=1,
                 retracted=0,
             )

@@ -51,6 +51,8 @@ def close(trainer, e):
 class Healthy:
     """A deployment in which nothing ends, or one engine, found when it is asked for the second time."""
 
+    may_lose_engines = True
+
     def __init__(self, *, ended: bool = False) -> None:
         self.found = [False, ended]
 

@@ -40,6 +40,14 @@ def sample_weights(aggregate: Component, lengths_N: Tensor, group_N: Tensor) -> 
     return weight_N
 
 
+def counted_tokens(lengths_N: Tensor, counts_T: Tensor | None) -> Tensor:
+    """The tokens of each sample that count in the denominators: all, or those of `TokenBatch.counts`.  [N] -> [N]."""
+    if counts_T is None:
+        return lengths_N
+    sample_T = torch.arange(len(lengths_N)).repeat_interleave(lengths_N)
+    return torch.zeros_like(lengths_N).index_add(0, sample_T, counts_T.to(lengths_N.dtype))
+
+
 @dataclass(frozen=True)
 class TokenMean(Component):
     """w_n = 1 / sum of lengths.  [N] -> [N].  arXiv:2503.14476 (DAPO).  Every token

@@ -49,6 +49,9 @@ class Component:
     compares: ClassVar[bool] = False
     """Of an advantage: it compares the samples of a group, so one sample has none."""
 
+    per_token: ClassVar[bool] = False
+    """Of an advantage: it returns a number a token, not a sample."""
+
     counts_groups: ClassVar[bool] = False
     """Of an aggregate: it is called with (lengths_N, group_N), for it counts the tokens of a group."""
 
@@ -89,11 +92,6 @@ class Component:
     def denominator(self) -> str:
         """Of a correction: which tokens count in the denominators."""
         return "all"
-
-    @property
-    def per_token(self) -> bool:
-        """Of an advantage: it returns a number a token, not a sample."""
-        return False
 
     @property
     def selects_tokens(self) -> bool:

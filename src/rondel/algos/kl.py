@@ -12,32 +12,14 @@ So the best number and the best gradient come from different estimators (arXiv:2
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from rondel.algos.bounds import LARGEST, check_weight
 from rondel.algos.component import Component
-from rondel.algos.exponent import LIMIT, bounded_exp
-from rondel.algos.tensors import Tensor, torch
+from rondel.algos.exponent import bounded_exp, k1, k2, k3
+from rondel.algos.tensors import Tensor
 from rondel.core.errors import ConfigError
 from rondel.core.registry import one_of
-
-
-def k1(x_T: Tensor) -> Tensor:
-    """x.  [T] -> [T].  Schulman 2020.  Unbiased, of either sign."""
-    return x_T
-
-
-def k2(x_T: Tensor) -> Tensor:
-    """x²/2.  [T] -> [T].  Schulman 2020.  Half the second moment: biased unless x is small."""
-    return x_T.square() / 2
-
-
-def k3(x_T: Tensor) -> Tensor:
-    """exp(-x) - 1 + x.  [T] -> [T].  Schulman 2020.  Unbiased where the policy covers
-    the reference; x is clamped to ±20.
-    """
-    x_T = x_T.clamp(-LIMIT, LIMIT)
-    return torch.expm1(-x_T) + x_T
-
 
 CLOSED_FORM = "closed_form"
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
@@ -122,17 +104,17 @@ class Kl(Component):
         """Whether it is computed from both distributions, and not from what was drawn."""
         return self.kind == CLOSED_FORM
 
-    @property
+    @cached_property
     def in_reward(self) -> bool:
         """The tokens pay it out of their rewards."""
         return self.coef > 0 and self.where == "reward"
 
-    @property
+    @cached_property
     def in_advantage(self) -> bool:
         """The tokens pay it out of their advantages, behind the baseline."""
         return self.coef > 0 and self.where == "advantage"
 
-    @property
+    @cached_property
     def in_loss(self) -> bool:
         """The loss has it."""
         return self.coef > 0 and self.where == "loss"
@@ -156,7 +138,7 @@ class Kl(Component):
             )
         return idle | ({"through": "k2 has that gradient already"} if self.kind == "k2" else {})
 
-    @property
+    @cached_property
     def is_adaptive(self) -> bool:
         return self.coef > 0 and self.target is not None
 

@@ -1,5 +1,9 @@
-"""A row and the tokens of a micro-batch -> the loss. The denominators are in the
-weights, so the loss is a plain sum (law 3).
+"""A row and the tokens of a micro-batch -> the loss. The denominators are in the weights, so the loss is a plain sum
+(law 3).
+
+Samples are never cut, so what looks at one sample at a time can wait for the micro-batch. What compares samples (a mean
+over all weights, the tokens of largest covariance) is decided over the whole update before its first micro-batch, from
+the proximal logprobs (`decide_update`): its part of the row needs "proximal_logprobs".
 """
 
 from __future__ import annotations
@@ -11,9 +15,8 @@ from typing import TYPE_CHECKING
 
 from rondel.algos.distill import GatedDistill
 from rondel.algos.exponent import bounded_exp
-from rondel.algos.precompute import tokens_of
-from rondel.algos.tensors import Tensor
-from rondel.algos.tokens import TokenBatch
+from rondel.algos.tensors import Tensor, torch
+from rondel.algos.tokens import TokenBatch, Tokens
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -62,13 +65,14 @@ def objective(row: Algorithm, batch: TokenBatch, weight_T: Tensor) -> tuple[Tens
     tokens = tokens_of(row, batch)
     correction_T = batch.correction
     if correction_T is None:
-        correction_T = row.correction.weights_of(tokens)
+        correction_T = row.correction.weights_of(tokens) if row.corrects else torch.ones_like(tokens.log_weight)
     surrogate = row.surrogate(tokens)
     token_T = correction_T * surrogate.loss_T
     counts_T = 1.0 if batch.counts is None else batch.counts
     terms = {"ratio": bounded_exp(tokens.log_ratio), "clipped": surrogate.clipped_T, "correction": correction_T}
-    if (truncated_T := row.correction.truncated(tokens.log_weight.detach(), tokens.sample, correction_T)) is not None:
-        terms["truncated"] = truncated_T.to(correction_T.dtype)
+    if row.corrects:
+        truncated_T = row.correction.truncated(tokens.log_weight.detach(), tokens.sample, correction_T)
+        terms |= {} if truncated_T is None else {"truncated": truncated_T.to(correction_T.dtype)}
     if batch.behavior is not None:
         terms["gap"] = tokens.log_weight
     if batch.reference is not None:
@@ -94,6 +98,54 @@ def objective(row: Algorithm, batch: TokenBatch, weight_T: Tensor) -> tuple[Tens
         bonus_T = counts_T * row.entropy(batch.entropy)
         token_T = token_T - (bonus_T if batch.entropy_mask is None else batch.entropy_mask * bonus_T)
     return (weight_T * token_T).sum(), {name: term_T.detach() for name, term_T in terms.items()}
+
+
+def tokens_of(row: Algorithm, batch: TokenBatch) -> Tokens:
+    """The tokens as the parts of a row see them; needs `logprobs`, and `proximal` or takes the log-probabilities for
+    it.
+
+    In the first update the proximal policy may be the policy itself: no gradient passes through it.
+    """
+    assert batch.logprobs is not None
+    proximal_T = (batch.logprobs if batch.proximal is None else batch.proximal).detach()
+    drawn_T = proximal_T if batch.behavior is None else batch.behavior
+    flat_T = torch.zeros_like(proximal_T)
+    if batch.demonstration is not None:  # nobody drew a demonstration
+        drawn_T = torch.where(batch.demonstration.bool(), proximal_T, drawn_T)
+    anchor_T = {"behavior": drawn_T, "reference": batch.reference}.get(row.ratio.anchor, proximal_T)
+    assert anchor_T is not None, "the ratio is anchored at the reference, and none is known"
+    return Tokens(
+        logprobs=batch.logprobs,
+        log_ratio=row.ratio(batch.logprobs - anchor_T, batch.sample),
+        log_weight=proximal_T - drawn_T,
+        log_drift=(batch.logprobs - drawn_T).detach(),
+        advantages=flat_T if batch.advantages is None else batch.advantages,
+        sample=batch.sample,
+        score=flat_T if batch.score is None else batch.score,
+        entropy=flat_T if batch.entropy is None else batch.entropy.detach(),
+        guided=flat_T.bool() if batch.demonstration is None else batch.demonstration.bool(),
+        selected=flat_T.bool() if batch.selected is None else batch.selected.bool(),
+        age=flat_T if batch.age is None else batch.age,
+        top_behavior=batch.top_behavior,
+        top_logprobs=batch.top_logprobs,
+    )
+
+
+def decide_update(row: Algorithm, batch: TokenBatch) -> tuple[TokenBatch, dict[str, float]]:
+    """`batch` are all tokens of the update; -> (the same with what the row decides over all of them at once, metrics)."""
+    tokens = tokens_of(row, batch.with_fields(logprobs=batch.proximal))
+    dtype = tokens.logprobs.dtype
+    correction_T = row.correction.weights_of(tokens)
+    counts_T: Tensor | None = None
+    if row.correction.denominator != "all":
+        counts_T = row.correction.counts(tokens.log_weight, tokens.sample, correction_T).to(correction_T.dtype)
+    decided = batch.with_fields(
+        correction=correction_T,
+        counts=counts_T,
+        selected=row.surrogate.select(tokens).to(dtype) if row.surrogate.selects_tokens else None,
+        entropy_mask=row.entropy.select(tokens).to(dtype) if row.entropy.selects_tokens else None,
+    )
+    return decided, row.correction.measures(tokens.log_weight, tokens.sample)
 
 
 def explain_objective(row: Algorithm) -> str:
@@ -154,11 +206,23 @@ def explain_objective(row: Algorithm) -> str:
 
 
 def _describe_knobs(row: Algorithm) -> Iterator[str]:
-    """One line for every field that can change the loss; its meaning is its line in the docstring."""
+    """One line for every field that can change the loss, with its meaning."""
     for family, part in row.parts.items():
-        meanings = dict(
-            line.split("    ", 1) for line in cleandoc(type(part).__doc__ or "").splitlines() if "    " in line
-        )
+        meanings = field_meanings(type(part))
         for knob in (f.name for f in fields(part)):
             if family not in row.idle and f"{family}.{knob}" not in row.idle:
-                yield f"knob      {family}.{knob} = {getattr(part, knob)}    {meanings.get(knob, '').strip()}"
+                yield f"knob      {family}.{knob} = {getattr(part, knob)}    {meanings.get(knob, '')}"
+
+
+def field_meanings(of: type) -> dict[str, str]:
+    """What a docstring says of each field, in one line.  `name    text`, further lines below the text."""
+    meanings, last = dict[str, str](), ""
+    for line in cleandoc(of.__doc__ or "").splitlines():
+        name, _, text = line.partition("    ")
+        if not name and last:
+            meanings[last] += " " + text.strip()
+        else:
+            last = name if text and name.isidentifier() else ""
+            if last:
+                meanings[last] = text.strip()
+    return meanings

@@ -182,7 +182,7 @@ class Algorithm:
                 "Remove the correction, or let ratio.anchor be 'proximal' and the surrogate read the ratio"
             )
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, Any]:
         return {family: getattr(self, family) for family in FAMILIES}
 
@@ -192,7 +192,7 @@ class Algorithm:
         own = frozenset() if "advantage" in self.idle else frozenset({"advantages"})
         return own.union(*(part.needs for part in (*self.parts.values(), *self.terms)))
 
-    @property
+    @cached_property
     def uses_behavior_ratio(self) -> bool:
         """Whether its ratio, or what the surrogate weighs by, reaches from the behavior to the policy."""
         return "behavior" in self.surrogate.reads or self.ratio.anchor == "behavior"
@@ -246,10 +246,30 @@ class Algorithm:
         assert isinstance(self.distill, FullDistill), f"the row {self.name} compares drawn tokens"
         return self.distill.divergence
 
-    @property
+    @cached_property
     def reading(self) -> tuple[Algorithm, float] | None:
         """The row by which it learns what its policy only read, and the weight of that beside its own loss."""
         return (SFT, self.distill.coef) if isinstance(self.distill, Observations) and self.distill.coef else None
+
+    @cached_property
+    def takes_rewards(self) -> bool:
+        """Whether its advantage reads the rewards as they were given: nothing shapes them, and no KL is charged to them."""
+        return isinstance(self.shaping, NoShaping) and not self.kl.in_reward
+
+    @cached_property
+    def charges_advantages(self) -> bool:
+        """Whether tokens pay of their advantages: for a KL, or for what a teacher says."""
+        return self.kl.in_advantage or (isinstance(self.distill, Distill) and bool(self.distill.coef))
+
+    @cached_property
+    def corrects(self) -> bool:
+        """Whether tokens of another policy are weighed by its correction."""
+        return not isinstance(self.correction, NoCorrection)
+
+    @cached_property
+    def is_adaptive(self) -> bool:
+        """Whether what one step has measured changes the row of the next: a coefficient with a target, a memory."""
+        return self.kl.is_adaptive or self.entropy.is_adaptive or self.advantage.remembers
 
     def with_shaped_rewards(self, scored: ScoredSamples) -> ScoredSamples:
         """Rewards, shaped and charged with the KL: `rewards_N`, and the same by token in
@@ -265,8 +285,11 @@ class Algorithm:
 
     def advantages_T(self, scored: ScoredSamples) -> Tensor:
         """The advantage of every trainable token, in the order of the samples."""
-        found = self.advantage(self.with_shaped_rewards(scored))
+        found = self.advantage(scored if self.takes_rewards else self.with_shaped_rewards(scored))
         found_T = found if self.advantage.per_token else scored.spread_to_tokens(found)
+        return self._charge_advantages(found_T, scored) if self.charges_advantages else found_T
+
+    def _charge_advantages(self, found_T: Tensor, scored: ScoredSamples) -> Tensor:
         if self.kl.in_advantage:
             assert scored.behavior_T is not None and scored.ref_T is not None
             cost_T = self.kl.token_cost(scored.behavior_T, scored.ref_T).to(found_T.dtype)

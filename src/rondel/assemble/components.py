@@ -476,6 +476,8 @@ def judge_of(job: Job, rows: AlgorithmRows) -> Callable[[Group], Verdict]:
         )
 
     main, of = row_filter(rows.main), {source: row_filter(row) for source, (row, _) in rows.of.items()}
+    if not of:
+        return main
     return lambda group: of.get(group.task.stream, main)(group)
 
 

@@ -55,6 +55,11 @@ class Deployment:
         """That of each policy that is trained."""
         return self.trainer.each if isinstance(self.trainer, MultiPolicyTrainer) else {POLICY: self.trainer}
 
+    @property
+    def may_lose_engines(self) -> bool:
+        """Whether an engine may end while the run goes on: one in a process of its own, or a replica of a router."""
+        return bool(self.remotes) or self.new_engine is not None or self.bring_back_lost is not no_lost_replica
+
     def catches_up(self, worker: str, sync: WeightUpdate) -> Callable[[Any], Awaitable[int]] | None:
         """What brings an engine that was started again the weights that serve: of several
         policies those of its own, if they are trained.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rondel.assemble.format_refusals import refuse_formats
 from rondel.core.config.job import Job
@@ -13,16 +13,14 @@ from rondel.core.config.trainer import CriticConfig, MemoryConfig
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.protocols import Env, NamedAgentsEnv
 from rondel.core.registry import suggest_name
-from rondel.core.types import DATA, GREEDY, POLICY, Sampling, Task, Trajectory
+from rondel.core.types import Sampling, Task
+from rondel.generate.envs.episode import refuse_untrainable
 from rondel.generate.envs.holdout import content_key
 from rondel.models.control.kinds import is_world_model
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.assemble.rows import AlgorithmRows
-
-
-WIDEST = 4096  # tokens that one is drawn from where others were cut: 16 kB a token of an answer
 
 
 def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
@@ -114,49 +112,6 @@ def refuse_idle_memory(memory: MemoryConfig, device: str) -> None:
                 f'trainer.memory.{name} = "host" saves memory of a GPU, and this trainer works on {device}, where '
                 f"all is in host memory already: {remedy}"
             )
-
-
-def refuse_untrainable(sampling: Sampling) -> None:
-    """Law 4: what is trained was drawn from a distribution that the trainer can compute again."""
-    if names := sampling.untrainable_settings:
-        raise ConfigError(
-            f"samples drawn with {names} cannot be trained: the trainer recomputes logits, temperature, top_k and "
-            "top_p, and nothing else. "
-            "Train with temperature above 0 and no min_p, penalties, bias, grammar or min_tokens; task.eval.sampling "
-            "may use them all"
-        )
-    if sampling.top_k > WIDEST:
-        raise ConfigError(f"engine.sampling.top_k = {sampling.top_k}; {_recording_hint()}")
-
-
-def refuse_wide(support: list[Any | None], sampling: Sampling) -> None:
-    """The trainer reads which tokens could be drawn, of every token: what is nearly
-    the vocabulary would fill the memory.
-    """
-    widest = max((len(ids) for ids in support if ids is not None), default=0)
-    if widest > WIDEST:
-        raise ConfigError(
-            f"engine.sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p} left {widest} tokens to draw one "
-            f"from; {_recording_hint()}"
-        )
-
-
-def refuse_without_support(trajectory: Trajectory, sampling: Sampling) -> None:
-    if (
-        sampling.truncates_support
-        and trajectory.support is None
-        and trajectory.written
-        and trajectory.policy not in (DATA, GREEDY)
-    ):
-        raise DataError(
-            "a trajectory without the tokens that its own were drawn from, under top_k or top_p: an environment that "
-            "builds trajectories itself "
-            "must hand Completion.support to extend(); or set engine.sampling.top_k = 0 and top_p = 1"
-        )
-
-
-def _recording_hint() -> str:
-    return f"at most {WIDEST} are recorded for the trainer. Set engine.sampling.top_k = {WIDEST // 2}, or top_k = 0 and top_p = 1 for the whole vocabulary"
 
 
 def refuse_unanswered(key: str, tasks: list[Task]) -> None:
@@ -310,18 +265,6 @@ def refuse_unplayed(job: Job, env: Env) -> None:
             f"policies.{job.agent_policies[odd]} plays the agent '{odd}', and the environment has none of that "
             f"name.{suggest_name(odd, list(known))} "
             f"It has {', '.join(known)}; name them in policies.{job.agent_policies[odd]}.agents"
-        )
-
-
-def refuse_miscast(trajectory: Trajectory, cast: dict[str, str]) -> None:
-    """What an agent says was drawn by the weights that play it, and trains no others."""
-    plays = cast.get(trajectory.agent, POLICY)
-    if trajectory.written and trajectory.policy != plays:
-        raise DataError(
-            f"agent '{trajectory.agent}' is played by '{plays}', and what it said was written by "
-            f"'{trajectory.policy}': an environment names its "
-            f'agents before they speak, chat.beside("{trajectory.agent}") or chat.trajectory.agent = '
-            f'"{trajectory.agent}"'
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -51,6 +51,13 @@ class Components:
     failures: FailureBudget
     episodes: Callable[[], EpisodeState]
     commands: EpisodeCommandLog | None
+    # of `placed`, asked for many times an answer
+    model_info: ModelInfo = field(init=False)
+    engine: Any = field(init=False)
+    trainer: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model_info, self.engine, self.trainer = self.placed.known, self.placed.engine, self.placed.trainer
 
     @property
     def algo(self) -> Algorithm | Mixture:
@@ -63,18 +70,6 @@ class Components:
     @property
     def row(self) -> Algorithm:
         return self.rows.main
-
-    @property
-    def model_info(self) -> ModelInfo:
-        return self.placed.known
-
-    @property
-    def engine(self) -> Any:
-        return self.placed.engine
-
-    @property
-    def trainer(self) -> Any:
-        return self.placed.trainer
 
     @cached_property
     def step_watch(self) -> StepWatch | None:

@@ -30,7 +30,7 @@ from rondel.buffer.admission import SHORT, AdmissionRule
 from rondel.buffer.ledger import GroupLedger
 from rondel.buffer.open_groups import OpenGroups
 from rondel.buffer.state import decode, encode
-from rondel.buffer.turn_waiters import TurnWaiters
+from rondel.buffer.turn_waiters import make_waiters
 from rondel.core.errors import LawError
 from rondel.core.events import Admitted, emit
 from rondel.core.schedule_gate import ScheduleGate
@@ -50,7 +50,7 @@ class Buffer:
     retry            whether the task of a late group is asked again
     max_refills      a step gives up refilling after this many times P dropped groups
     patience         seconds without any change after which a wait is an error (law 10)
-    gate             of the schedule, asked before, told after whatever changes what a batch will be
+    gate             of a schedule that is kept, asked before, told after whatever changes what a batch will be
     """
 
     def __init__(
@@ -69,9 +69,7 @@ class Buffer:
         self.rule = AdmissionRule(groups_per_step, max_staleness, window, oversample, max_refills)
         self.version, self.retry = version, retry
         self.counts, self.groups = GroupLedger(), OpenGroups()
-        self.waiters = TurnWaiters(
-            gate or ScheduleGate(), patience, lambda: f"{self.groups.describe()}, version {self.version}"
-        )
+        self.waiters = make_waiters(gate, patience, lambda: f"{self.groups.describe()}, version {self.version}")
         self._serving: int | None = None  # what engines serve while they still fetch a newer version
         self._batch_complete = False  # take() has returned the batch of this version
         self._closed = False

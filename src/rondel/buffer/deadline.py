@@ -20,7 +20,7 @@ async def attempt_in_time(buffer: Buffer, slot: Slot, attempt: Callable[[Slot], 
             lambda: buffer.rule.is_late(slot.born, buffer.version), who="late", waits_for="the end of its time"
         )
 
-    known = waiters.gate.in_time(slot.number)
+    known = waiters.ended_in_time(slot.number)
     if known:
         return await attempt(slot)
     if known is None:

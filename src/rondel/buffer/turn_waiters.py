@@ -12,14 +12,13 @@ from rondel.core.schedule_gate import ScheduleGate
 
 class TurnWaiters:
     """
-    gate      the schedule: asked before, told after whatever changes what a batch will be
     patience  seconds without any change after which a wait is an error (law 10)
     describe  how the buffer stands, for that error
     asleep    who -> those of this kind that wait, in the order of arrival
     """
 
-    def __init__(self, gate: ScheduleGate, patience: float, describe: Callable[[], str]) -> None:
-        self.gate, self.patience, self._describe = gate, patience, describe
+    def __init__(self, patience: float, describe: Callable[[], str]) -> None:
+        self.patience, self._describe = patience, describe
         self._changes = 0
         self.asleep: dict[str, OrderedDict[asyncio.Future[None], None]] = {
             who: OrderedDict() for who in ("feed", "roll", "learner", "late")
@@ -28,24 +27,18 @@ class TurnWaiters:
     async def take_turn(
         self, what: str, ready: Callable[[], int | None], *, who: str, waits_for: str = "its turn"
     ) -> int:
-        """Until `ready` gives a number and the schedule allows it. -> the number.  What is in order
-        waits for what was before it, whoever does that.
-        """
-
-        def is_turn() -> bool:
-            return (number := ready()) is not None and self.gate.may_proceed(what, number)
-
-        await self.wait_until(is_turn, who=who, waits_for=waits_for)
+        """Until `ready` gives a number. -> the number."""
+        await self.wait_until(lambda: ready() is not None, who=who, waits_for=waits_for)
         number = ready()
         assert number is not None
-        self.gate.mark_done(what, number)
-        if self.gate.keeps_order:
-            asyncio.get_running_loop().call_soon(self.wake_all, *self.asleep)
         return number
 
     async def pass_gate(self, what: str, number: int, *, who: str) -> None:
-        """What needs nothing but its place in the order, as soon as the schedule allows it."""
-        await self.take_turn(what, lambda: number, who=who)
+        """What needs nothing but its place in the order, and here there is none."""
+
+    def ended_in_time(self, number: int) -> bool | None:
+        """Whether this group ended in time, or was given up as late. None: the clock decides."""
+        return None
 
     async def wait_until(self, ready: Callable[[], object], *, who: str, waits_for: str) -> None:
         seen, asleep = self._changes, self.asleep[who]
@@ -82,3 +75,44 @@ class TurnWaiters:
             if not woken.done():
                 woken.set_result(None)
                 return
+
+
+class ScheduledWaiters(TurnWaiters):
+    """The same in the order of a schedule.
+
+    gate    asked before, told after whatever changes what a batch will be
+    """
+
+    def __init__(self, gate: ScheduleGate, patience: float, describe: Callable[[], str]) -> None:
+        super().__init__(patience, describe)
+        self.gate = gate
+
+    async def take_turn(
+        self, what: str, ready: Callable[[], int | None], *, who: str, waits_for: str = "its turn"
+    ) -> int:
+        """Until `ready` gives a number and the schedule allows it. -> the number.  What is in order
+        waits for what was before it, whoever does that.
+        """
+
+        def find_turn() -> int | None:
+            number = ready()
+            return number if number is not None and self.gate.may_proceed(what, number) else None
+
+        number = await super().take_turn(what, find_turn, who=who, waits_for=waits_for)
+        self.gate.mark_done(what, number)
+        asyncio.get_running_loop().call_soon(self.wake_all, *self.asleep)
+        return number
+
+    async def pass_gate(self, what: str, number: int, *, who: str) -> None:
+        """As soon as the schedule allows it."""
+        await self.take_turn(what, lambda: number, who=who)
+
+    def ended_in_time(self, number: int) -> bool | None:
+        return self.gate.in_time(number)
+
+
+def make_waiters(gate: ScheduleGate | None, patience: float, describe: Callable[[], str]) -> TurnWaiters:
+    """Those of a schedule where one is kept."""
+    if gate is None or not gate.keeps_order:
+        return TurnWaiters(patience, describe)
+    return ScheduledWaiters(gate, patience, describe)

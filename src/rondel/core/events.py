@@ -235,13 +235,14 @@ class RunEnded(Event):
     seconds: float
 
 
-_subscribers: list[Callable[[Event], None]] = []
+_subscribers: list[tuple[Callable[[Event], None], tuple[type[Event], ...]]] = []
 
 
 def emit(event: Event) -> None:
-    """Hand an event to every reader, in the order in which they subscribed."""
-    for reader in tuple(_subscribers):
-        reader(event)
+    """Hand an event to every reader of its kind, in the order in which they subscribed."""
+    for reader, kinds in tuple(_subscribers):
+        if not kinds or isinstance(event, kinds):
+            reader(event)
 
 
 def warn(told: str) -> None:
@@ -285,7 +286,10 @@ def stalled_error(message: str, error: type[StalledError] = StalledError) -> Sta
     return error(f"{message}; the stacks of all processes are in {event.stacks}" if event.stacks else message)
 
 
-def subscribe(reader: Callable[[Event], None]) -> Callable[[], None]:
-    """Add a reader; call the result to remove it. What it raises ends the run, unless `drop_on_failure` wraps it."""
-    _subscribers.append(reader)
-    return lambda: _subscribers.remove(reader) if reader in _subscribers else None
+def subscribe(reader: Callable[[Event], None], *kinds: type[Event]) -> Callable[[], None]:
+    """Add a reader of these kinds, of all without any; call the result to remove it. What it raises ends the run,
+    unless `drop_on_failure` wraps it.
+    """
+    entry = (reader, kinds)
+    _subscribers.append(entry)
+    return lambda: _subscribers.remove(entry) if entry in _subscribers else None

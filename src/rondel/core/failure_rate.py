@@ -17,20 +17,17 @@ class FailureShare(NamedTuple):
     times: int
 
 
-class RecentOutcomes:
-    """`recent.add("timeout")`, or "" for what went well; `recent.above(0.05)` -> Share(12, 200,
+class RecentOutcomes(deque[str]):
+    """`recent.append("timeout")`, or "" for what went well; `recent.failures_above(0.05)` -> FailureShare(12, 200,
     "timeout", 9), or None.
     """
 
     def __init__(self) -> None:
-        self.outcomes: deque[str] = deque(maxlen=LAST)
-
-    def add(self, reason: str) -> None:
-        self.outcomes.append(reason)
+        super().__init__(maxlen=LAST)
 
     def failures_above(self, share: float) -> FailureShare | None:
-        failed = [reason for reason in self.outcomes if reason]
-        if len(self.outcomes) < LEAST or not len(failed) > share * len(self.outcomes):
+        failed = [reason for reason in self if reason]
+        if len(self) < LEAST or not len(failed) > share * len(self):
             return None
         (most, times), *_ = Counter(failed).most_common(1)
-        return FailureShare(len(failed), len(self.outcomes), most, times)
+        return FailureShare(len(failed), len(self), most, times)

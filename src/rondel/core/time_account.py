@@ -1,4 +1,4 @@
-"""Time accounts of a worker and of a step (law 13): every moment since it began belongs to
+"""The time of day, and time accounts of a worker and of a step (law 13): every moment since it began belongs to
 exactly one kind, so the shares sum to 100 %, and the laps of a step to the step.
 """
 
@@ -10,7 +10,15 @@ from collections import defaultdict
 from rondel.core.events import WorkerTime, emit
 from rondel.system.process_memory import resident_memory
 
+ORIGIN = time.time() - time.monotonic()  # read once when this process began
 MOST = 256  # laps of one telling that are told in order; of more only the sums
+
+
+def now() -> float:
+    """Seconds since 1970, by a clock that nobody sets: differences are durations. What sets the machine's clock
+    meanwhile, or puts it to sleep, makes no step longer.
+    """
+    return ORIGIN + time.monotonic()
 
 
 class TimeAccount:

@@ -23,7 +23,19 @@ from rondel.core.config.job import Job
 from rondel.core.config.section import split_kind
 from rondel.core.config.toml_reader import ORIGIN
 from rondel.core.errors import CheckpointError, ConfigError, StalledError, WorkerError
-from rondel.core.events import Broke, Resumed, RunStarted, Warned, drop_on_failure, emit, subscribe, warn_aloud
+from rondel.core.events import (
+    Broke,
+    Resumed,
+    RunStarted,
+    Stalled,
+    StepDone,
+    Warned,
+    WorkerTime,
+    drop_on_failure,
+    emit,
+    subscribe,
+    warn_aloud,
+)
 from rondel.core.schedule_gate import ScheduleGate
 from rondel.driver.phases import RunPhases
 from rondel.runtime.cluster import torchrun
@@ -83,7 +95,7 @@ def _run_training(
     with ExitStack() as ends:
         ending = ends.enter_context(GracefulStop())
         progress = ends.enter_context(ProgressPrinter(total, quiet=quiet))
-        ends.callback(subscribe(drop_on_failure("the console", progress.on_event, tell=warn_aloud)))
+        ends.callback(subscribe(drop_on_failure("the console", progress.on_event, tell=warn_aloud), *progress.kinds))
         if why:
             progress.print_line(f"loop.steps = {job.steps}: {why}")
         found = checkpoints.find_latest()
@@ -102,7 +114,7 @@ def _run_training(
                 f"--run.record=false, or begin in another run.folder"
             )
         stacks = StackDumper(folder)
-        ends.callback(subscribe(drop_on_failure("the record of stacks", stacks.on_event)))
+        ends.callback(subscribe(drop_on_failure("the record of stacks", stacks.on_event), Stalled, WorkerTime))
         ends.enter_context(stacks.on_demand())
         parts = build(job, folder)
         stacks.others, stacks.pids = lambda: parts.placed.dump(), lambda: parts.placed.pids()  # those of the last start
@@ -221,14 +233,11 @@ def _open_recorders(job: Job, folder: Path, rollouts: store.RolloutStore, ends: 
         drop_on_failure("the watch on late groups", LateBias().write),
         drop_on_failure("the watch on the reward", HackingMonitor().write),
     ]
-    for reads in (
-        *([drop_on_failure("traces", traces.on_event)] if traces is not None else []),
-        drop_on_failure("metrics", StepMetrics(*writers).on_event),
-        drop_on_failure(
-            "advice on speed", Advisor(PlacementFacts.from_job(job.to_dict()), after=job.loop.warmup.steps).on_event
-        ),
-    ):
-        ends.callback(subscribe(reads))
+    if traces is not None:
+        ends.callback(subscribe(drop_on_failure("traces", traces.on_event)))
+    ends.callback(subscribe(drop_on_failure("metrics", StepMetrics(*writers).on_event)))
+    advisor = Advisor(PlacementFacts.from_job(job.to_dict()), after=job.loop.warmup.steps)
+    ends.callback(subscribe(drop_on_failure("advice on speed", advisor.on_event), WorkerTime, StepDone))
 
 
 def last_words(error: BaseException) -> str:

@@ -29,9 +29,14 @@ class FailureBudget:
         self.asked = self.first  # seconds until one asks again
         self.asking = False
 
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether nothing has to be counted: any share may fail."""
+        return self.most >= 1
+
     def count_score(self, score: Score | Failed | None) -> None:
         failed = isinstance(score, Failed)
-        self.recent.add(f"{score.reason} {score.detail}".strip() if isinstance(score, Failed) else "")
+        self.recent.append(f"{score.reason} {score.detail}".strip() if isinstance(score, Failed) else "")
         if failed and not self.why and self.since is None and (share := self.recent.failures_above(self.most)):
             told = (
                 f"{share.failed} of the last {share.of} answers have no score, {share.times} of them: {share.most:.300}"

@@ -26,7 +26,7 @@ from rondel.driver.best_checkpoint import BestCheckpoint, refuse_unknown_metric
 from rondel.driver.elastic_engines import admit_engines, scale_engines
 from rondel.driver.evaluation import evaluate, evaluation_sampling, evaluation_sets
 from rondel.driver.rollouts import GroupRollouts, SupervisedRollouts, prepare, prepare_of, rollouts_of
-from rondel.driver.run_record import InOrder, score_in_turn
+from rondel.driver.run_record import OrderedDevices, score_in_turn
 from rondel.driver.weight_delivery import WeightDelivery
 from rondel.filter import chain_filters
 from rondel.generate.envs.order import ShuffledOrder, TaskAdmissions, stream_tasks
@@ -100,7 +100,7 @@ class RunPhases:
     ) -> None:
         self.job, self.parts, self.folder, self.checkpoints, self.rollouts = job, parts, folder, checkpoints, rollouts
         self.ending, self.gate = ending, gate
-        parts.placed.engine = gate.wrap_engine(parts.engine)
+        parts.engine = parts.placed.engine = gate.wrap_engine(parts.engine)
         self.plan, self.config = PhasePlan.from_job(job, parts), job.digest()
         sets, metric = [*evaluation_sets(job.task.eval, parts.tasks)], job.run.checkpoint.best
         self.best = BestCheckpoint(metric, sets, checkpoints) if metric else None
@@ -278,7 +278,8 @@ class RunPhases:
         devices: Any = parts.placed.devices
         if buffer.rule.oversample:
             attempt, judge = in_time(attempt, judge, buffer)
-        score, devices = score_in_turn(score, buffer), InOrder(devices, self.gate, buffer)
+        if self.gate.keeps_order:
+            score, devices = score_in_turn(score, buffer), OrderedDevices(devices, self.gate, buffer)
         await loop.run(
             tasks,
             buffer,

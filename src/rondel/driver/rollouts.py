@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondel.assemble.refusals import (
-    refuse_miscast,
-    refuse_unanswered,
-    refuse_untrainable,
-    refuse_wide,
-    refuse_without_support,
-)
+from rondel.assemble.refusals import refuse_unanswered
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError, ends_the_run, error_boundary, error_text
 from rondel.core.protocols import DemonstratingEnv, GoldEnv
@@ -27,9 +21,11 @@ from rondel.core.types import (
     DROPPED,
     GREEDY,
     POLICY,
+    Completion,
     EnvFault,
     Failed,
     Group,
+    Request,
     Sampling,
     Score,
     Slot,
@@ -43,7 +39,16 @@ from rondel.driver.teacher_prompts import write_teacher_prompts
 from rondel.generate.engine.resumption import generate_until_done
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrations import Demonstrate, GoldEpisode
-from rondel.generate.envs.episode import assign_parents, episode_of, join_episodes, share_scores
+from rondel.generate.envs.episode import (
+    assign_parents,
+    episode_of,
+    join_episodes,
+    refuse_miscast,
+    refuse_untrainable,
+    refuse_wide,
+    refuse_without_support,
+    share_scores,
+)
 from rondel.generate.envs.order import ShuffledOrder
 from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.generate.template import Template
@@ -70,6 +75,13 @@ class GroupRollouts:
     greedy: bool = False
     watch: StepWatch | None = None
 
+    def __post_init__(self) -> None:
+        """What the recipe says of every episode is read here, once."""
+        job = self.parts.job
+        self.seed, self.system, self.cast = job.loop.seed, job.task.system, job.agent_policies
+        self.failures = None if self.parts.failures.is_unlimited else self.parts.failures
+        self.contexts = [] if job.model.teacher is None else [teacher.context for teacher in job.model.teachers]
+
     async def generate_group(self, slot: Slot) -> Group:
         """G trajectories at once, each scored as soon as it is written, while its siblings still are."""
         asked = [self._run_scored_episode(slot, index) for index in range(self.group_size)]
@@ -80,10 +92,9 @@ class GroupRollouts:
         if self.scores_together:
             await self._score_together(slot, episodes)
         group = Group(slot.number, slot.task, join_episodes(episodes), slot.born)
-        if self.parts.job.model.teacher is not None and self.parts.rows.needs_teacher(slot.task.stream):
-            contexts = [teacher.context for teacher in self.parts.job.model.teachers]
+        if self.contexts and self.parts.rows.needs_teacher(slot.task.stream):
             info = self.parts.model_info
-            write_teacher_prompts(group, contexts, Template(info.tokenizer, None), info.max_context)
+            write_teacher_prompts(group, self.contexts, Template(info.tokenizer, None), info.max_context)
         return group
 
     @property
@@ -94,11 +105,7 @@ class GroupRollouts:
     async def _demonstrate_task(self, slot: Slot, policy: str) -> list[Trajectory]:
         section, env = self.parts.job.task, self.parts.env
         if isinstance(env, DemonstratingEnv):
-            return [
-                self.demonstrate_by_env(
-                    env, slot.task, sample_key(self.parts.job.loop.seed, slot.number, DEMONSTRATED), policy
-                )
-            ]
+            return [self.demonstrate_by_env(env, slot.task, sample_key(self.seed, slot.number, DEMONSTRATED), policy)]
         if isinstance(env, GoldEnv):
             return await GoldEpisode(env, policy=policy).run(slot.task, self.open_chat(lambda turn: 0))
         shows = Demonstrate(
@@ -128,7 +135,7 @@ class GroupRollouts:
         if self.scores_together:  # when its siblings are there
             return episode
         await self.score_episode(episode, slot.task)
-        while not _is_dropped(episode[0]) and await self.parts.failures.should_retry(episode[0].score):
+        while not _is_dropped(episode[0]) and self.failures and await self.failures.should_retry(episode[0].score):
             if isinstance(episode[0].outcome, EnvFault):
                 episode = assign_parents(await self._sample_episode(slot, index, policy))
             for trajectory in episode:
@@ -144,7 +151,7 @@ class GroupRollouts:
         while True:
             await self.score_episodes(episodes, slot.task)
             scores = [episode[0].score for episode in episodes if not _is_dropped(episode[0])]
-            if not any([await self.parts.failures.should_retry(score) for score in scores]):
+            if self.failures is None or not any([await self.failures.should_retry(score) for score in scores]):
                 return
             for i in asked:
                 if isinstance(episodes[i][0].outcome, EnvFault):
@@ -155,11 +162,11 @@ class GroupRollouts:
 
     async def _sample_episode(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
         sampling = replace(self.parts.sampling, temperature=0.0) if policy == GREEDY else None
-        key = partial(sample_key, self.parts.job.loop.seed, slot.number, index)
+        key = partial(sample_key, self.seed, slot.number, index)
 
         def open_chat() -> TokenChat:
             chat = self.open_chat(key, sampling, group=f"group-{slot.number}")
-            chat.group_key = sample_key(self.parts.job.loop.seed, slot.number, SHARED)
+            chat.group_key = sample_key(self.seed, slot.number, SHARED)
             return chat
 
         episode = await self.run_episode(slot.task, open_chat)
@@ -176,7 +183,7 @@ class GroupRollouts:
             try:
                 episode = await opened.episode.finish(await episode_of(self.parts.env, task, opened))
                 for trajectory in episode:
-                    refuse_miscast(trajectory, self.parts.job.agent_policies)
+                    refuse_miscast(trajectory, self.cast)
                 return episode
             except (Exception, SystemExit) as error:
                 if ends_the_run(error):
@@ -193,6 +200,12 @@ class GroupRollouts:
     ) -> TokenChat:
         p = self.parts
 
+        async def ask_engine(request: Request) -> Completion:
+            done = await p.engine.generate(request)
+            return (
+                done if done.finish_reason != "abort" else await generate_until_done(p.engine.generate, request, done)
+            )
+
         async def generate(request):
             request.namespace, request.id = namespace, group
             if sampling is None:  # an environment may have changed it
@@ -202,9 +215,9 @@ class GroupRollouts:
             if p.behavior_top and sampling is None:
                 request.wants |= {f"behavior_top:{p.behavior_top}"}
             if sampling is not None or not (p.sampling.truncates_support or request.sampling.truncates_support):
-                return await generate_until_done(p.engine.generate, request)
+                return await ask_engine(request)
             request.wants |= {"support"}
-            done = await generate_until_done(p.engine.generate, request)
+            done = await ask_engine(request)
             refuse_wide(done.support or [], request.sampling)
             done.support = [None if ids is None else np.asarray(ids, np.int32) for ids in done.support or []]
             return done
@@ -221,9 +234,9 @@ class GroupRollouts:
             sampling=sampling or p.sampling,
             key=key,
             max_context=p.model_info.max_context,
-            system=p.job.task.system,
+            system=self.system,
             sight=p.model_info.sight,
-            cast=p.job.agent_policies,
+            cast=self.cast,
             episode=episode,
         )
 

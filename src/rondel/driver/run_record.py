@@ -15,7 +15,7 @@ from rondel.core.schedule_gate import ScheduleGate
 from rondel.core.types import Group
 
 
-class InOrder:
+class OrderedDevices:
     """Devices, between two turns."""
 
     def __init__(self, devices: Any, gate: ScheduleGate, buffer: Buffer) -> None:

@@ -33,6 +33,7 @@ class WeightDelivery:
 
     def __init__(self, update: WeightUpdate, placed: Deployment) -> None:
         self.update, self.placed = update, placed
+        self._may_lose_engines = placed.may_lose_engines
         self.broken = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._missed: Buffer | None = None  # whose engines did not get what was published last, and need it another way
@@ -102,5 +103,6 @@ class WeightDelivery:
                     if not again or not self.update.fall_back(error):
                         raise
             else:
-                await self.placed.restart_engines()  # one of several, which was left behind
+                if self._may_lose_engines:
+                    await self.placed.restart_engines()  # one of several, which was left behind
                 return done

@@ -24,6 +24,8 @@ FILTERS: dict[str, Callable[..., Filter]] = {
 def chain_filters(filters: Iterable[Filter]) -> Filter:
     """One judge out of many: the first verdict that does not keep the group, else KEEP."""
     filters = tuple(filters)
+    if len(filters) == 1:
+        return filters[0]
 
     def apply_filters(group: Group) -> Verdict:
         return next((verdict for each in filters if not (verdict := each(group)).keep), KEEP)

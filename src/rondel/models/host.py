@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from rondel.system.process_memory import storage_bytes
+
 
 class HostMemory:
     """Rooms in host memory."""
@@ -47,13 +49,4 @@ class HostMemory:
 
     def resident_bytes(self, tensors: Iterable[Tensor], seen: set[int]) -> int:
         """Bytes of their storages that are not in a room, each storage once; those of `seen` were counted before."""
-        total = 0
-        for t in tensors:
-            if t.is_meta:  # on another stage of a pipeline
-                continue
-            # a shard counts what it has here
-            storage = (t.to_local() if hasattr(t, "to_local") else t).untyped_storage()
-            if storage.data_ptr() not in seen and not self.holds_tensor(t):
-                seen.add(storage.data_ptr())
-                total += storage.nbytes()
-        return total
+        return storage_bytes((t for t in tensors if t.is_meta or not self.holds_tensor(t)), seen)

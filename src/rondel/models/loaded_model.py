@@ -146,7 +146,7 @@ class LoadedModel:
             switches = adapter_state.adapter_mode(self.adapter, off=self.bare, exact=self.aligned)
         with (
             use_attention_layout(self.align(layout) if self.aligned and self.align else layout),
-            use_tape(tape),
+            nullcontext() if tape is None else use_tape(tape),
             switches,
             equal_blocks(self.dtype) if self.aligned else nullcontext(),
         ):

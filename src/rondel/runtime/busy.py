@@ -1,5 +1,5 @@
-"""How many functions the device threads of this process have begun and ended: while one is
-open, a turning event loop is no progress.
+"""How many functions the device threads of this process have begun and ended, where somebody wants to know: while one
+is open, a turning event loop is no progress.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 begun = ended = 0
+is_watched = False  # by whoever tells that a worker is alive
 _guard = threading.Lock()
 
 

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from rondel.core.errors import ConfigError, LawError
 from rondel.core.events import Resident, emit
 from rondel.core.protocols import Interrupt, RolloutEngine
-from rondel.runtime.busy import mark_busy
+from rondel.runtime import busy
 from rondel.runtime.neighbours import watch_neighbours
 
 
@@ -125,7 +125,7 @@ class Device:
 def _call_guarded(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """A StopIteration cannot cross a future: it would be lost and its waiter would hang."""
     try:
-        with mark_busy():
+        with busy.mark_busy() if busy.is_watched else nullcontext():
             return function(*args)
     except StopIteration as error:
         raise RuntimeError(f"{getattr(function, '__name__', function)} let a StopIteration escape") from error

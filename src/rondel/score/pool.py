@@ -293,7 +293,7 @@ class RewardPool:
     def _count_result(self, result: Score | Failed) -> None:
         reason = result.reason if isinstance(result, Failed) else ""
         self.calls += 1
-        self._recent.add(reason)
+        self._recent.append(reason)
         if not reason:
             return
         self.failures[reason] += 1

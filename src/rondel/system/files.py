@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from rondel.core.errors import CheckpointError, RondelError, UserError, disk_refusal, unwrap_exception_group
+from rondel.core.errors import CheckpointError, RondelError, UserError, disk_refusal, root_cause
 
 
 @contextmanager
@@ -23,11 +23,12 @@ def guard_write(
     """
     what = f"{doing} {path}"
     try:
-        with unwrap_exception_group():
-            yield
+        yield
     except RondelError:
         raise
-    except Exception as cause:
+    except (Exception, BaseExceptionGroup) as raised:
+        if isinstance(cause := root_cause(raised), RondelError) or not isinstance(cause, Exception):
+            raise cause from raised
         raise error(disk_refusal(cause, what, wanted) or f"{what}: {type(cause).__name__}: {cause}") from cause
 
 

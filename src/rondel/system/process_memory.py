@@ -1,11 +1,13 @@
-"""The memory of a process, as the kernel counts it."""
+"""The memory of a process, as the kernel counts it, and of its tensors."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import resource
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 def resident_memory(pid: int | None = None) -> dict[str, int]:
@@ -74,3 +76,17 @@ def _glibc() -> ctypes.CDLL | None:
     except (OSError, AttributeError, TypeError):
         return None
     return library
+
+
+def storage_bytes(tensors: Iterable[Any], seen: set[int]) -> int:
+    """Bytes of the storages of torch tensors, each storage once; those of `seen`, by address, were counted before."""
+    total = 0
+    for t in tensors:
+        if t.is_meta:  # on another stage of a pipeline
+            continue
+        # a shard counts what it has here
+        storage = (t.to_local() if hasattr(t, "to_local") else t).untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total

@@ -82,7 +82,8 @@ def save_trainer(trainer: TrainerState, folder: Path) -> None:
         "rng": torch.get_rng_state(),
         "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps]),
     }
-    optimizer |= trainer.coefs.stored()
+    if trainer.coefs.values or trainer.coefs.rewards:
+        optimizer |= trainer.coefs.stored()
     critic = trainer.critic
     trained = [weights, *([] if critic is None else [critic.weights])]
     if trainer.ranks.size > 1 and lies_in_shards(loaded, trained):

@@ -26,7 +26,7 @@ from rondel.core.errors import RondelError, TrainError
 from rondel.core.events import Warned, emit
 from rondel.models.host import HostMemory
 from rondel.models.mapped_weights import MappedWeights
-from rondel.system.process_memory import release_freed_memory
+from rondel.system.process_memory import release_freed_memory, storage_bytes
 
 if TYPE_CHECKING:
     from rondel.core.protocols import MemoryClaim
@@ -92,7 +92,13 @@ class Offload:
             for name in states[self.owners[0]]
         }
         what = {"weights": _module_tensors(self.policy), **models, **optimizers}
-        return {name: self.host.resident_bytes(tensors, seen) for name, tensors in what.items()}
+        count = storage_bytes if self._lies_here else self.host.resident_bytes
+        return {name: count(tensors, seen) for name, tensors in what.items()}
+
+    @property
+    def _lies_here(self) -> bool:
+        """Whether all of it is on the device: nobody claims its place, and it is awake."""
+        return self.claim is None and not self.asleep
 
     def end_step(self) -> None:
         """Gradients are spent: what generates next has their place. Where all goes to the host, `sleep` clears them."""
@@ -127,7 +133,12 @@ class Offload:
     @contextmanager
     def on_device(self, model: LoadedModel | None) -> Iterator[None]:
         """For a pass of a frozen model."""
-        mine = self._own_tensors(model) if self.claim is not None else []
+        if self.claim is None:
+            yield
+            if self.mapped is not None and model is self.beside["reference"]:
+                self.mapped.release()
+            return
+        mine = self._own_tensors(model)
         self.host.fetch_tensors(mine)
         if mine:
             self.high = max(self.high, sum(self.memory().values()))
@@ -135,8 +146,6 @@ class Offload:
             yield
         finally:
             self.host.put(mine, changed=False)
-            if self.mapped is not None and model is self.beside["reference"]:
-                self.mapped.release()
 
     def refuse_asleep(self, verb: str) -> None:
         if self.asleep:

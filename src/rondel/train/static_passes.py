@@ -141,7 +141,7 @@ class StaticPasses:
 
 def refuse_changing_row(row: Algorithm) -> None:
     """A graph holds the numbers of its row, and these must not change from step to step."""
-    if row.kl.is_adaptive or row.entropy.is_adaptive or row.advantage.remembers:
+    if row.is_adaptive:
         raise ConfigError(
             f"trainer.micro_tokens.compile: coefficients or baselines of '{row.name}' follow what was measured, and "
             "each step would be compiled anew; give them fixed values, or set compile = false"

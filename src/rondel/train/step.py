@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondel.algos.aggregate import masked_scale, sample_weights
-from rondel.algos.kl import k3
+from rondel.algos.aggregate import counted_tokens, masked_scale, sample_weights
+from rondel.algos.exponent import k3
 from rondel.algos.mixture import Mixture
-from rondel.algos.objective import FIELDS, objective
-from rondel.algos.precompute import counted_tokens, decide_update
+from rondel.algos.objective import FIELDS, decide_update, objective
 from rondel.algos.tokens import TokenBatch
 from rondel.core.errors import TrainError, UserError
 from rondel.core.events import Warned, emit
@@ -277,8 +276,10 @@ class LocalTrainer:
             StepMetricSums(),
             {"forward_backward": 0.0, "optimizer": 0.0, "annotate": 0.0},
         )
-        main = self.coefs.apply_coefs(algo.main if isinstance(algo, Mixture) else algo)
-        algo = replace(algo, main=main) if isinstance(algo, Mixture) else main
+        main = algo.main if isinstance(algo, Mixture) else algo
+        if main.is_adaptive:
+            main = self.coefs.apply_coefs(main)
+            algo = replace(algo, main=main) if isinstance(algo, Mixture) else main
         critic = self.critic if "values" in main.needs else None
         if critic is not None:
             critic.copy_backbone(self.weights)
@@ -329,9 +330,9 @@ class LocalTrainer:
             metrics["train/critic_lr"] = self.settings.learning_rate(settings.critic_lr, self.step_number)
             critic.steps += 1
         if stepped:
-            metrics |= self.coefs.update_coefs(batch, algo, main) | self.alarm.check_step(
-                _drawn_samples(batch, algo), self.version, name
-            )
+            if main.is_adaptive:
+                metrics |= self.coefs.update_coefs(batch, algo, main)
+            metrics |= self.alarm.check_step(_drawn_samples(batch, algo), self.version, name)
         if self.start is not None and stepped and settings.start_probe:
             with _timed_phase(seconds, "annotate"):
                 trained = [s for s in batch.samples if s.known.trained is not None]

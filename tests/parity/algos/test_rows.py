@@ -13,9 +13,8 @@ from kits.algos_oracle import naive
 from rondel.algos import aggregate as aggregates
 from rondel.algos import correction, group_advantages, kl, mask_corrections, table, turn_advantages
 from rondel.algos.entropy import EntropyBonus
-from rondel.algos.objective import objective
+from rondel.algos.objective import objective, tokens_of
 from rondel.algos.off_policy_surrogates import Tapered
-from rondel.algos.precompute import tokens_of
 from rondel.algos.ratio import SequenceRatio, TokenRatio
 from rondel.algos.surrogate import Clip
 from rondel.algos.tokens import TokenBatch
@@ -118,6 +117,21 @@ def test_the_terms_are_what_they_are_called_and_carry_no_gradient():
         and near(terms["kl"], (logp - ref).square() / 2)
     )
     assert not any(term.requires_grad for term in terms.values())
+
+
+@pytest.mark.parametrize("row", table.TABLE.values(), ids=lambda row: row.name)
+def test_what_a_row_leaves_out_would_have_changed_nothing(row):
+    """A row without shaping, without a charge or without a correction does not enter them."""
+    scored = Ragged.make(LENGTHS, 3).scored()
+    row = row.bounded(12)
+    shaped = row.with_shaped_rewards(scored)
+    assert not row.takes_rewards or torch.equal(shaped.rewards_N, scored.rewards_N)
+    assert not row.takes_rewards or torch.equal(shaped.token_rewards, scored.token_rewards)
+    found_T = scored.spread_to_tokens(scored.rewards_N)
+    assert row.charges_advantages or torch.equal(row._charge_advantages(found_T, scored), found_T)
+    weight_T = None if row.corrects else row.correction(found_T, scored.sample_T, found_T)
+    assert weight_T is None or torch.equal(weight_T, torch.ones_like(found_T))
+    assert row.is_adaptive == (row.kl.is_adaptive or row.entropy.is_adaptive or row.advantage.remembers)
 
 
 def test_decoupled_is_plain_when_the_behavior_was_the_anchor_and_is_right_when_it_was_stale():

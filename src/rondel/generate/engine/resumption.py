@@ -16,9 +16,14 @@ if TYPE_CHECKING:
     from rondel.core.drawn_steps import DrawnSteps
 
 
-async def generate_until_done(generate: Callable[[Request], Awaitable[Completion]], request: Request) -> Completion:
-    """Ask until it ends by itself: every piece keeps its tokens, logprobs, versions, routes, support and likeliest tokens."""
-    pieces = [await generate(request)]
+async def generate_until_done(
+    generate: Callable[[Request], Awaitable[Completion]], request: Request, begun: Completion | None = None
+) -> Completion:
+    """Ask until it ends by itself: every piece keeps its tokens, logprobs, versions, routes, support and likeliest tokens.
+
+    begun    its first piece, where that is known
+    """
+    pieces = [await generate(request) if begun is None else begun]
     while pieces[-1].finish_reason == "abort":
         tokens = _join_columns(IDS, [piece.tokens for piece in pieces])
         sampling = request.sampling

@@ -18,6 +18,7 @@ from typing import Any
 from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.errors import DataError, EnvError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, message_text
+from rondel.core.time_account import now
 from rondel.core.types import POLICY, Completion, Drift, FinishReason, Request, Sampling, Trajectory, Turn
 from rondel.generate.calls import THOUGHT_ENDS, ToolCall, read_calls
 from rondel.generate.envs.episode import EpisodeState
@@ -25,7 +26,6 @@ from rondel.generate.envs.sent_messages import SentTurn, find_drift, rendered_br
 from rondel.generate.pictures import place_images
 from rondel.generate.template import Messages, Schemas, Template
 from rondel.generate.video import process_media, split_media
-from rondel.system.clock import now
 from rondel.system.loop_turns import TURN_TOKENS, take_loop_turn
 from rondel.text.decode import LONG, beside_loop, decode_answer
 from rondel.text.unicode import valid_unicode
@@ -414,8 +414,9 @@ def record_turns(trajectory: Trajectory, messages: Messages) -> None:
         calls = "".join(
             f"\n{json.dumps(call, ensure_ascii=False, default=str)}" for call in message.get("tool_calls") or ()
         )
-        text = message_text(message.get("content") or "") + calls
-        known.append(Turn(str(message.get("role", "user")), text, known[-1].end if known else 0, end))
+        content = message.get("content") or ""
+        text = content if isinstance(content, str) else message_text(content)
+        known.append(Turn(str(message.get("role", "user")), text + calls, known[-1].end if known else 0, end))
 
 
 async def extend_in_pieces(trajectory: Trajectory, done: Completion) -> None:

@@ -17,15 +17,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from rondel.core.errors import EnvError, UserError, unwrap_exception_group
+from rondel.core.errors import ConfigError, DataError, EnvError, UserError, root_cause
 from rondel.core.protocols import Chat
-from rondel.core.types import DROPPED, Failed, Ok, OutOfBudget, Score, Task, Trajectory
+from rondel.core.types import DATA, DROPPED, GREEDY, POLICY, Failed, Ok, OutOfBudget, Sampling, Score, Task, Trajectory
 from rondel.text.decode import LONG, beside_loop
 
 if TYPE_CHECKING:
     from rondel.generate.envs.episode_budget import EpisodeBudget
 
 
+WIDEST = 4096  # tokens that one is drawn from where others were cut: 16 kB a token of an answer
 DriftPolicy = Literal["keep", "branch", "refuse"]
 
 
@@ -121,8 +122,10 @@ async def episode_of(env: Any, task: Task, chat: Chat) -> list[Trajectory]:
     """The trajectories of one episode, always as a list. Of errors that end a task group of
     the environment's, the root cause is raised.
     """
-    with unwrap_exception_group():
+    try:
         return as_trajectories(await env.run(task, chat))
+    except BaseExceptionGroup as group:
+        raise root_cause(group) from group
 
 
 def as_trajectories(episode: Any) -> list[Trajectory]:
@@ -173,3 +176,61 @@ def share_scores(episode: list[Trajectory]) -> None:
         if trajectory.score is None:
             score = episode[trajectory.parent or 0].score or episode[0].score
             trajectory.score = replace(score, steps=()) if isinstance(score, Score) else score
+
+
+# -- what an episode must be to be trained ---------------------------------------------------------
+
+
+def refuse_miscast(trajectory: Trajectory, cast: dict[str, str]) -> None:
+    """What an agent says was drawn by the weights that play it, and trains no others."""
+    plays = cast.get(trajectory.agent, POLICY)
+    if trajectory.written and trajectory.policy != plays:
+        raise DataError(
+            f"agent '{trajectory.agent}' is played by '{plays}', and what it said was written by "
+            f"'{trajectory.policy}': an environment names its "
+            f'agents before they speak, chat.beside("{trajectory.agent}") or chat.trajectory.agent = '
+            f'"{trajectory.agent}"'
+        )
+
+
+def refuse_untrainable(sampling: Sampling) -> None:
+    """Law 4: what is trained was drawn from a distribution that the trainer can compute again."""
+    if names := sampling.untrainable_settings:
+        raise ConfigError(
+            f"samples drawn with {names} cannot be trained: the trainer recomputes logits, temperature, top_k and "
+            "top_p, and nothing else. "
+            "Train with temperature above 0 and no min_p, penalties, bias, grammar or min_tokens; task.eval.sampling "
+            "may use them all"
+        )
+    if sampling.top_k > WIDEST:
+        raise ConfigError(f"engine.sampling.top_k = {sampling.top_k}; {_recording_hint()}")
+
+
+def refuse_wide(support: list[Any | None], sampling: Sampling) -> None:
+    """The trainer reads which tokens could be drawn, of every token: what is nearly
+    the vocabulary would fill the memory.
+    """
+    widest = max((len(ids) for ids in support if ids is not None), default=0)
+    if widest > WIDEST:
+        raise ConfigError(
+            f"engine.sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p} left {widest} tokens to draw one "
+            f"from; {_recording_hint()}"
+        )
+
+
+def refuse_without_support(trajectory: Trajectory, sampling: Sampling) -> None:
+    if (
+        sampling.truncates_support
+        and trajectory.support is None
+        and trajectory.written
+        and trajectory.policy not in (DATA, GREEDY)
+    ):
+        raise DataError(
+            "a trajectory without the tokens that its own were drawn from, under top_k or top_p: an environment that "
+            "builds trajectories itself "
+            "must hand Completion.support to extend(); or set engine.sampling.top_k = 0 and top_p = 1"
+        )
+
+
+def _recording_hint() -> str:
+    return f"at most {WIDEST} are recorded for the trainer. Set engine.sampling.top_k = {WIDEST // 2}, or top_k = 0 and top_p = 1 for the whole vocabulary"

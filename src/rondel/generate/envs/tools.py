@@ -29,12 +29,12 @@ from rondel.core.errors import BoxError, ConfigError, EnvError, SandboxError, er
 from rondel.core.media import message_text
 from rondel.core.protocols import Chat
 from rondel.core.sandbox_types import BoxFileError
+from rondel.core.time_account import now
 from rondel.core.types import Completion, Task, Trajectory
 from rondel.generate.calls import ToolCall
 from rondel.generate.envs.single_turn import opening_messages
 from rondel.generate.pictures import tool_image_parts
 from rondel.generate.template import Messages, Schemas
-from rondel.system.clock import now
 from rondel.text.error_lines import visible_error
 
 # what the system says of a path that a policy chose

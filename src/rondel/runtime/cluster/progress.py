@@ -38,6 +38,7 @@ class WorkerProgress:
     """
 
     def __init__(self) -> None:
+        busy.is_watched = True
         self.turns = self.signs = 0
         self.reads = False  # a message: what it is made of is imported, and that is no turn of the event loop
         self._loop = threading.get_ident()

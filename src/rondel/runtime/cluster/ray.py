@@ -34,6 +34,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rondel.core.errors import ConfigError, SilentError, WorkerError
 from rondel.core.events import Warned, emit, subscribe
 from rondel.core.given_objects import pack_given, unpack_given
+from rondel.runtime import busy
 from rondel.runtime.cluster.progress import WorkerProgress
 from rondel.runtime.cluster.worker import START, RemoteWorker
 from rondel.runtime.cluster.worker_main import portable_error
@@ -265,6 +266,7 @@ class WorkerActor:
     def __init__(self, name: str, tells: bool, given: bytes = b"") -> None:
         unpack_given(given)
         self.name, self.object = name, None
+        busy.is_watched = True
         self.progress: WorkerProgress | None = None
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()  # events come from any thread of the object
         if tells:

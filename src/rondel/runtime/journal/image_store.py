@@ -21,7 +21,8 @@ from rondel.core.media import Image, ImagePlaceholder
 from rondel.system.files import make_folder, replace_file
 
 KEPT = re.compile(r"media:([0-9a-f]{32})\.([a-z]+)")
-URL = re.compile(r"data:image/([a-z]+);base64,([A-Za-z0-9+/=]+)")
+IMAGE_URL = "data:image/"  # begins every picture that a task holds itself
+URL = re.compile(IMAGE_URL + r"([a-z]+);base64,([A-Za-z0-9+/=]+)")
 
 
 class ImageStore:

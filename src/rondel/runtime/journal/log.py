@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 from rondel.core.errors import CheckpointError, UserError
 from rondel.core.events import Checkpointed, Evaluating, Event, Generating, GroupsTaken, RunEnded, StepDone
-from rondel.system.clock import now
+from rondel.core.time_account import now
 from rondel.system.files import guard_write, make_folder, sync_folder
 from rondel.text.unicode import read_exact_json, write_json
 

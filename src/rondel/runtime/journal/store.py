@@ -34,7 +34,7 @@ from rondel.core.types import (
     Task,
     Trajectory,
 )
-from rondel.runtime.journal.image_store import ImageStore
+from rondel.runtime.journal.image_store import IMAGE_URL, ImageStore
 from rondel.system.files import guard_write, make_folder, numbered_paths, open_replacement
 from rondel.text.unicode import read_exact_json, write_json
 
@@ -281,23 +281,22 @@ PART = 1 << 16  # tokens of a step that are made into columns together
 def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     with guard_write(path):
         make_folder(path.parent)
-        _replace_tables(path, _row_tables(rows, ImageStore(path.parent)))
+        _replace_tables(path, _row_tables(rows, path.parent))
     return path
 
 
-def _row_tables(rows: Iterable[dict[str, Any]], album: ImageStore) -> Iterator[Any]:
+def _row_tables(rows: Iterable[dict[str, Any]], folder: Path) -> Iterator[Any]:
     """Tables of PART tokens. A longer trajectory has several rows, one behind the other: parquet's writer wants four
     times as much memory as a row's numbers take.
     """
     part: list[dict[str, Any]] = []
     tokens = 0
     for row in rows:
-        more = {
-            "task_data": album.replace_data_urls(row["task_data"]),
-            "media": album.store_images(row["media"]) or None,
-        }
-        row = {**row, **more}
+        data, media = row["task_data"], row["media"]
+        row = {**row, "media": ImageStore(folder).store_images(media) if media else None}
         row |= {name: write_json(row[name]) for name in JSON} | {name: _pack_array(row[name]) for name in ARRAYS}
+        if IMAGE_URL in row["task_data"]:
+            row["task_data"] = write_json(ImageStore(folder).replace_data_urls(data))
         for piece in _split_row(row):
             part.append(piece)
             tokens += len(piece["tokens"])

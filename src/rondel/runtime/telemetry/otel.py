@@ -34,8 +34,8 @@ from rondel.core.events import (
     Warned,
     emit,
 )
+from rondel.core.time_account import now
 from rondel.core.types import Group, Trajectory
-from rondel.system import clock
 
 INSTALL = 'pip install "rondel[observe]"'
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")  # OpenTelemetry's own contract
@@ -96,38 +96,38 @@ class TraceExporter:
         self._tracer = self._provider.get_tracer("rondel")
         self._run = self._tracer.start_span(
             "run",
-            start_time=round(clock.now() * NANO),
+            start_time=round(now() * NANO),
             attributes={"rondel.run.folder": folder, "gen_ai.request.model": model},
         )
 
     def on_event(self, event: Event) -> None:
-        now = clock.now()
+        at = now()
         match event:
             case Admitted():
                 span = self._start_span(
                     "group",
                     self._run,
-                    now,
+                    at,
                     {"rondel.group": event.number, "rondel.task": event.task, "rondel.born": event.version},
                 )
                 self._groups[event.number] = (span, 0.0)
             case GroupFinished() if event.number in self._groups:
-                self._export_verdict(event, now)
+                self._export_verdict(event, at)
             case GroupsTaken():
                 for group in event.groups:
                     self._export_trajectories(group, event.step)
             case StepDone():
-                self._export_step(event, now)
+                self._export_step(event, at)
             case Evaluated() | Checkpointed():
                 name = "evaluation" if isinstance(event, Evaluated) else "checkpoint"
                 told: Attributes = {"rondel.step": event.step, "rondel.version": event.version}
                 if isinstance(event, Evaluated):
                     told |= {"gen_ai.evaluation.name": event.profile, "gen_ai.evaluation.score.value": event.score}
-                self._export_span(name, self._run, now - event.seconds, now, told)
+                self._export_span(name, self._run, at - event.seconds, at, told)
             case Warned():
                 self._run.add_event("warning", {"rondel.message": event.message})
             case Resumed() | RunEnded():
-                self._end_open_groups(now)
+                self._end_open_groups(at)
         if self.lost and not self._said:
             self._said = True
             emit(
@@ -137,8 +137,8 @@ class TraceExporter:
             )
 
     def close(self) -> None:
-        self._end_open_groups(clock.now())
-        self._run.end(round(clock.now() * NANO))
+        self._end_open_groups(now())
+        self._run.end(round(now() * NANO))
         self._provider.shutdown()
 
     # -- spans -----------------------------------------------------------------------------------

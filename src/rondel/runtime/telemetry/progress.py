@@ -94,6 +94,11 @@ class ProgressPrinter:
         if self._status is not None:
             self._status.stop()
 
+    @property
+    def kinds(self) -> tuple[type[Event], ...]:
+        """What it has to hear of: all, or warnings alone where it is quiet."""
+        return (Warned,) if self.quiet else ()
+
     def on_event(self, event: Event) -> None:
         if isinstance(event, Warned):
             return self._print_warning(event.message)

@@ -47,7 +47,7 @@ class TokenChannels:
         return {name: getattr(self, name) for name in names}
 
 
-def open_channels(wants: frozenset[str], vocab: int) -> TokenChannels | None:
+def open_channels(wants: frozenset[str], vocab: int) -> TokenChannels:
     """A wish that nobody reads would be a lie, so an unknown one is an error."""
     channels, unknown = TokenChannels(), []
     for want in sorted(wants):
@@ -66,7 +66,7 @@ def open_channels(wants: frozenset[str], vocab: int) -> TokenChannels | None:
             f"the built-in engine has no {', '.join(unknown)}; it has raw_logprobs, top_logprobs:K, prompt_logprobs, "
             f"prompt_top_logprobs:K, support, behavior_top:K"
         )
-    return channels if wants else None
+    return channels
 
 
 def note_raw(logprobs: Tensor, tokens: list[int], channels: list[TokenChannels]) -> None:

@@ -16,7 +16,6 @@ from rondel.core.errors import EngineError
 from rondel.core.events import stalled_error
 from rondel.core.protocols import Interrupt, MemoryClaim, Progress, Tags, Transport
 from rondel.core.types import Completion, EngineStatus, Message, Request, TokenScores
-from rondel.generate.engine.builtin.answer_delivery import AnswerDelivery, written_so_far
 from rondel.generate.engine.builtin.channels import open_channels
 from rondel.generate.engine.builtin.engine_update import EngineUpdate
 from rondel.generate.engine.builtin.grammar import GrammarCache
@@ -28,7 +27,7 @@ from rondel.generate.engine.builtin.request_validator import RequestValidator
 from rondel.generate.engine.builtin.runner import ModelRunner
 from rondel.generate.engine.builtin.scheduler import Scheduler
 from rondel.generate.engine.builtin.sequence_log import SequenceLog
-from rondel.generate.engine.builtin.serving_loop import ServingLoop
+from rondel.generate.engine.builtin.serving_loop import AnswerDelivery, ServingLoop, written_so_far
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.generate.engine.builtin.states import SequenceStates
 from rondel.generate.engine.builtin.text import open_reader, split_stops
@@ -154,7 +153,7 @@ class BuiltinEngine:
             return await self._with_text(self.answers.build_completion(live, reason))
         self.scheduler.waiting.append(live)
         if request.lines is not None:
-            self.scheduler.replay.follow_lines(self.version)
+            self.scheduler.begin_replay(self.version)
         self.serving.wake_up()
         try:
             async with asyncio.timeout(request.deadline):
@@ -179,10 +178,13 @@ class BuiltinEngine:
     async def _prepare_sampling(self, live: SequenceState) -> None:
         """What its sampling needs beside the logits. A grammar is compiled on the device's thread, where it is used."""
         request, own = live.request, live.tokens[live.prompt - live.request.continuation :]
-        ids, strings = split_stops(self.loaded.tokenizer, request.sampling.stop)
+        ids, strings = (
+            split_stops(self.loaded.tokenizer, stop) if (stop := request.sampling.stop) else (frozenset(), ())
+        )
         live.ends = ids if request.sampling.ignore_eos else ids | self.loaded.stop_ids
         live.reader = open_reader(self.loaded.tokenizer, strings, own) if strings else None
-        live.channels = open_channels(request.wants - {"experts"}, self.loaded.vocabulary)
+        wanted = request.wants - {"experts"}
+        live.channels = open_channels(wanted, self.loaded.vocabulary) if wanted else None
         if request.sampling.grammar is not None:
             live.constraint = await self.serving.run(self.grammars.start_constraint, request.sampling.grammar, own)
             self.lifecycle.refuse_if_broken()
@@ -241,7 +243,7 @@ class BuiltinEngine:
         check_interrupt(how)
         serving = self.serving
         self.lifecycle.end_lease()
-        while self.state == "serving" and self.scheduler.replay.is_behind(self.version):
+        while self.state == "serving" and self.scheduler.is_behind(self.version):
             serving.wake_up()
             if serving.has_stopped:  # nobody may move; whoever is not at its line is named when the weights change
                 break

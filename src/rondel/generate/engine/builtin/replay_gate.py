@@ -1,8 +1,8 @@
-"""The gate that requests of a replayed run pass in the engine: under every version they are taken exactly as far
-as in the recorded run.
+"""Where the requests of a replayed run stand in the engine: under every version they are taken exactly as far as in
+the recorded run.
 
-A request's `lines` are the places where it stood still then: (version, tokens computed, tokens
-written). One without lines is not replayed, and the gate is open to it.
+A request's `lines` are the places where it stood still then: (version, tokens computed, tokens written). One without
+lines is not replayed, and an engine that has seen none with lines has no gate.
 """
 
 from __future__ import annotations
@@ -28,34 +28,10 @@ class ReplayGate:
     ) -> None:
         self._running, self._waiting, self._retract = running, waiting, retract
 
-    def is_replayed(self, live: SequenceState) -> bool:
-        return live.request.lines is not None
-
-    def holds(self, live: SequenceState, version: int) -> bool:
-        """Whether it stands still under these weights, because it did so when its run was recorded."""
-        if (lines := live.request.lines) is None:
-            return False
-        if live.line == len(lines):
-            return True
-        at, computed, written = lines[live.line]
-        return at != version or (live.computed_tokens, live.written) == (computed, written)
-
-    def computable_tokens(self, live: SequenceState) -> int:
-        """How many of its tokens may be computed now."""
-        if live.request.lines is None:
-            return len(live.tokens)
-        _, computed, written = live.request.lines[live.line]
-        return computed if written == live.written else len(live.tokens)
-
-    def may_move(self, version: int) -> bool:
-        """Whether anyone has work left under these weights."""
-        return any(not self.holds(live, version) for live in chain(self._running, self._waiting))
-
     def is_behind(self, version: int) -> bool:
         """Whether anyone has not yet come as far as in the run that is replayed."""
-        return any(
-            self.is_replayed(live) and not self.holds(live, version) for live in chain(self._running, self._waiting)
-        )
+        everyone = chain(self._running, self._waiting)
+        return any(live.request.lines is not None and not live.stands_still(version) for live in everyone)
 
     def follow_lines(self, version: int) -> None:
         """Requests make for the next line behind the one they have reached; where their cache was lost, it is

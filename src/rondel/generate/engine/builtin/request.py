@@ -97,6 +97,23 @@ class SequenceState:
     def written(self) -> int:
         return len(self.tokens) - self.prompt
 
+    def stands_still(self, version: int) -> bool:
+        """Whether it computes nothing under these weights, because it did not when its run was recorded."""
+        if (lines := self.request.lines) is None:
+            return False
+        if self.line == len(lines):
+            return True
+        at, computed, written = lines[self.line]
+        return at != version or (self.computed_tokens, self.written) == (computed, written)
+
+    @property
+    def computable_tokens(self) -> int:
+        """How many of its tokens may be computed now: all, or in a replayed run as many as in the recorded one."""
+        if self.request.lines is None:
+            return len(self.tokens)
+        _, computed, written = self.request.lines[self.line]
+        return computed if written == self.written else len(self.tokens)
+
     def append_version_span(self, version: int) -> None:
         """Note where it stands: the weights change, its cache is lost, or it ends."""
         self.stints.append((version, self.computed_tokens, self.written))

@@ -78,4 +78,5 @@ class RequestValidator:
         if "experts" in request.wants and not self.runner.records:
             why = "it was made without routes=True" if self.loaded.routers else "this model is dense"
             raise UserError(f"the engine records no routed experts: {why}")
-        open_channels(request.wants - {"experts"}, vocab)
+        if wanted := request.wants - {"experts"}:
+            open_channels(wanted, vocab)

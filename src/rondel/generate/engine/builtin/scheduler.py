@@ -38,7 +38,7 @@ class Scheduler:
         self.limit = max_running  # of those, how many may run now
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
-        self.replay = ReplayGate(self.running, self.waiting, self.retract_sequence)
+        self._replay: ReplayGate | None = None  # from the first request of a replayed run on
         self._rows = list(range(max_running - 1, -1, -1))
         self.prefilled = self.decoded = self.reused = self.retracted = 0  # counters
 
@@ -51,6 +51,22 @@ class Scheduler:
         """Whether some answer is half written."""
         return bool(self.running) or any(live.written for live in self.waiting)
 
+    # -- the lines of a replayed run ----------------------------------------------------------------
+
+    def begin_replay(self, version: int) -> None:
+        """A request with lines has come."""
+        if self._replay is None:
+            self._replay = ReplayGate(self.running, self.waiting, self.retract_sequence)
+        self._replay.follow_lines(version)
+
+    def follow_lines(self, version: int) -> None:
+        if self._replay is not None:
+            self._replay.follow_lines(version)
+
+    def is_behind(self, version: int) -> bool:
+        """Whether anyone has not yet come as far as in the run that is replayed."""
+        return self._replay is not None and self._replay.is_behind(version)
+
     # -- before the step -------------------------------------------------------------------------
 
     def plan_step(self, version: int, *, fresh: bool = True) -> StepPlan:
@@ -62,18 +78,18 @@ class Scheduler:
         chunks: list[tuple[SequenceState, int]] = []
         # those interrupted in the middle of their prompt; the decoding ones have nothing pending any more
         for live in self.running:
-            left = 0 if self.replay.holds(live, version) else self._chunk_end(live, live.computed_tokens)
+            left = 0 if live.stands_still(version) else self._chunk_end(live, live.computed_tokens)
             left = max(0, left - live.computed_tokens)
             n = live.chunk_size(live.computed_tokens, min(budget, left))
             if n and self.sequence_pages.reserve(live, n):
                 chunks.append((live, n))
                 budget = max(0, budget - n)
-        leaders = [r for r in self.running if r.leads_prefill and not self.replay.holds(r, version)]
+        leaders = [r for r in self.running if r.leads_prefill and not r.stands_still(version)]
         for live in self._waiting_order(version, budget):
             if not budget or len(self.running) >= self.limit:
                 break
             root = (version, live.request.adapter, live.request.namespace)
-            if not (fresh or live.written) or self.replay.holds(live, version):
+            if not (fresh or live.written) or live.stands_still(version):
                 continue
             ahead_of_it = [other for other in leaders if other.root == root]
             cached = self.tree.cached_prefix_length(root, live.cache_keys) if ahead_of_it else 0
@@ -100,9 +116,9 @@ class Scheduler:
             return list(self.waiting)
 
         def cached_prefix(live: SequenceState) -> tuple[bool, float]:
-            if live.written or self.replay.is_replayed(live) or live.overtaken >= OVERTAKEN:
+            if live.written or live.request.lines is not None or live.overtaken >= OVERTAKEN:
                 return True, inf
-            keys = live.cache_keys[: self.replay.computable_tokens(live) - 1]
+            keys = live.cache_keys[: live.computable_tokens - 1]
             n = self.tree.cached_prefix_length((version, live.request.adapter, live.request.namespace), keys)
             return n >= CACHED * len(keys), n
 
@@ -113,7 +129,7 @@ class Scheduler:
         """Match, lock, reserve. -> how many of its tokens this step computes, 0 if there is
         no room (then nothing has changed).
         """
-        reach = self.replay.computable_tokens(live)
+        reach = live.computable_tokens
         node, known = self.tree.match_reusable(root, live.cache_keys[: reach - 1])  # the last token must be fed
         n = live.chunk_size(len(known), min(budget, self._chunk_end(live, len(known)) - len(known)))
         self.tree.lock(node)
@@ -136,7 +152,7 @@ class Scheduler:
         """Up to where its next chunk may go. A state is kept before the last token of a prompt, where siblings go on,
         so with recurrent layers a chunk ends there.
         """
-        reach, prompt = self.replay.computable_tokens(live), live.prompt - 1
+        reach, prompt = live.computable_tokens, live.prompt - 1
         return prompt if self.states is not None and computed < prompt < reach else reach
 
     def _will_share_prompt(self, live: SequenceState, other: SequenceState, cached: int) -> bool:
@@ -160,9 +176,7 @@ class Scheduler:
         (then the longest prompts) until it fits.
         """
         while True:
-            decoding = [
-                r for r in self.running if r.pending_tokens == 1 and r.written and not self.replay.holds(r, version)
-            ]
+            decoding = [r for r in self.running if r.pending_tokens == 1 and r.written and not r.stands_still(version)]
             if self.sequence_pages.make_room(len(decoding)):
                 for live in decoding:
                     self.sequence_pages.reserve(live, 1)
@@ -173,7 +187,7 @@ class Scheduler:
                     f"{self.pages.count} pages cannot hold one request of {len(victim.tokens)} tokens; it should have "
                     f"been refused"
                 )
-            if self.replay.is_replayed(victim) and victim.root is None:
+            if victim.request.lines is not None and victim.root is None:
                 raise LawError(
                     "no room for what the recorded run had room for: its keys and values of earlier weights cannot be "
                     "computed again"
@@ -231,7 +245,7 @@ class Scheduler:
         for live in self.running:
             live.root = None
             live.append_version_span(before)
-        self.replay.follow_lines(version)
+        self.follow_lines(version)
         self.pages.free_pages(self.tree.free_stale_nodes(version))
 
     def drop_cache(self, version: int) -> None:

@@ -1,4 +1,5 @@
-"""schedule -> run -> deliver, until nothing is left.
+"""schedule -> run -> deliver, until nothing is left: what was drawn goes token by token to those who listen, and whole
+at the end.
 
 The event loop owns the bookkeeping, the device thread owns the arithmetic: between two steps nothing of the
 engine runs. Steps run only while the engine serves. Whatever changes requests, pages or weights
@@ -9,17 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import EngineError, LawError, UserError
 from rondel.core.events import Generating, Speculated, emit
+from rondel.core.protocols import Progress
 from rondel.core.time_account import TimeAccount
-from rondel.core.types import Request
+from rondel.core.types import Completion, FinishReason, Request
 from rondel.generate.engine.builtin.lifecycle import StepTask
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.builtin.answer_delivery import AnswerDelivery
     from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
     from rondel.generate.engine.builtin.request import SequenceState
     from rondel.generate.engine.builtin.runner import ModelRunner
@@ -27,8 +29,62 @@ if TYPE_CHECKING:
     from rondel.generate.engine.builtin.sequence_log import SequenceLog
     from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
     from rondel.generate.engine.concurrency import ConcurrencyController
+    from rondel.models.loaded_model import LoadedModel
 
 HEARTBEAT = 0.5
+
+
+def written_so_far(sequences: Iterable[SequenceState], known: Mapping[int, int]) -> Progress:
+    """Of those whose keys are asked for: what each has written behind the tokens that are known, and where it begins.
+    One that has fewer than are known, because it was begun again, is told whole.
+    """
+    found: Progress = {}
+    for live in sequences:
+        if (key := live.request.key) in known:
+            first = live.prompt - live.request.continuation
+            n = min(known[key], len(live.tokens) - first)
+            n = n if n == known[key] else 0
+            found[key] = (n, live.tokens[first + n :])
+    return found
+
+
+class AnswerDelivery:
+    """Delivery between two steps; a sequence that ends leaves the scheduler here."""
+
+    def __init__(self, loaded: LoadedModel, scheduler: Scheduler) -> None:
+        self.loaded, self.scheduler = loaded, scheduler
+
+    def deliver_token(self, live: SequenceState, token: int, logprob: float, version: int) -> None:
+        if live.fault is not None:
+            self.scheduler.release_sequence(live, version)
+            return live.finish(live.fault)
+        live.first = live.first or time.perf_counter()
+        live.append_token(token, logprob, version)
+        reason = live.check_finish()
+        if live.heard is not None:
+            top = live.channels.top_logprobs if live.channels is not None else None
+            try:
+                live.heard(token, logprob, version, top[-1] if top else None)
+            except Exception as error:  # a listener that raises ends its own request, not the step of everyone
+                live.finish(EngineError(f"what listens to the tokens broke: {type(error).__name__}: {error}"))
+                reason = "abort"
+        if reason:
+            self.finish_sequence(live, reason, version)
+
+    def finish_sequence(self, live: SequenceState, reason: FinishReason, version: int) -> None:
+        live.keep_routes(self.scheduler.pages.routes)
+        live.append_version_span(version)
+        completion = self.build_completion(live, reason)
+        self.scheduler.release_sequence(live, version)
+        live.finish(completion)
+
+    def build_completion(self, live: SequenceState, reason: FinishReason) -> Completion:
+        """Its text is decoded by whoever waits for it, unless a stop string has cut it."""
+        completion = live.to_completion(reason)
+        if "experts" in live.request.wants:
+            completion.experts = live.routes
+        completion.text = live.said
+        return completion
 
 
 class ServingLoop(StepTask):
@@ -67,10 +123,11 @@ class ServingLoop(StepTask):
 
     @property
     def _may_step(self) -> bool:
+        everyone = chain(self.scheduler.running, self.scheduler.waiting)
         return (
             self.lifecycle.state == "serving"
             and (self.lifecycle.admits or self.scheduler.has_begun)
-            and self.scheduler.replay.may_move(self.lifecycle.version)
+            and any(not live.stands_still(self.lifecycle.version) for live in everyone)
         )
 
     async def _step_until_done(self) -> None:
@@ -122,7 +179,7 @@ class ServingLoop(StepTask):
             if live.row >= 0:  # else a token before this one ended it: the rest of its round was never written
                 self.answers.deliver_token(live, token, logprob, version)
         scheduler.roll_back(plan)
-        scheduler.replay.follow_lines(version)
+        scheduler.follow_lines(version)
         self._let_go()
         scheduler.check_invariants()
         requests, read = len(plan.chunks) + len(plan.decoding), sum(n for _, n in plan.chunks)
