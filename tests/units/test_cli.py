@@ -267,7 +267,9 @@ def test_explain_shows_an_algorithm_without_a_recipe(rondel):
     code, out, _ = rondel("explain", "gspo")
     assert code == 0 and out.startswith("gspo  (arXiv:2507.18071)\nloss ")
     assert "no recipe and no algorithm 'gsp'. Did you mean 'gspo'?" in rondel("explain", "gsp")[2]
-    assert "changes a recipe: rondel explain RUN.toml --algo.kind=gspo" in rondel("explain", "gspo", "--loop.steps=3")[2]
+    assert (
+        "changes a recipe: rondel explain RUN.toml --algo.kind=gspo" in rondel("explain", "gspo", "--loop.steps=3")[2]
+    )
 
 
 def test_explain_shows_how_passes_became_steps(rondel, recipe):
