@@ -29,24 +29,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _run_processes import MARK, family, marked, start_run, wait_for_none
 from _work import median
 
 from rondel.runtime.journal.log import read
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
 STEPS, PATIENCE = 16, 6.0
 RAYS = 90.0  # seconds in which Ray's own two agents end after a driver that was killed: about a minute
-MARK = "RONDEL_CHAOS"  # in the environment of everything that a run starts
-SMALL = {
-    "loop.warmup.steps": 0, "loop.steps": STEPS, "loop.groups_per_step": 4, "algo.group_size": 4, "engine.max_running": 32,
-    "model.path.hidden_size": 32, "model.path.intermediate_size": 64, "model.path.num_hidden_layers": 2, "place.threads": 1,
-    "trainer.schedule": "constant", "run.checkpoint.every": 3, "run.sinks": [], "task.eval.every": 0,
-}  # fmt: skip
+SMALL = {"loop.steps": STEPS}
 STALE = {"loop.max_staleness": 1, "algo.correction": {"kind": "importance"}, "engine.sampling": {"max_tokens": 16}}
-MIXTURE = {
-    "random": "mixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 64,
-}  # fmt: skip
 APART = {"place.kind": "split", "place.patience": PATIENCE}
 MODES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "shared, synchronous": ({}, ["reward", "controller"]),
@@ -67,13 +58,6 @@ MODES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "two engines, stale, hold": ({**APART, **STALE, "place.engines": 2}, ["engine-0", "engine-1", "controller"]),
     "two engines, synchronous": ({**APART, "place.engines": 2}, ["engine-0", "engine-1"]),
     "two ranks, synchronous": ({**APART, "place.ranks": 2}, ["trainer-0", "trainer-1", "engine-0", "controller"]),
-    "a mesh of tp": ({**APART, "place.mesh": {"tp": 2}}, ["trainer-0", "trainer-1"]),
-    "a mesh of cp": ({**APART, "place.mesh": {"cp": 2}}, ["trainer-0", "trainer-1"]),
-    "a mesh of pp": ({**APART, "place.mesh": {"pp": 2}}, ["trainer-0", "trainer-1"]),
-    "a mesh of ep": (
-        {**APART, "place.mesh": {"ep": 2}, "model.path": MIXTURE, "trainer.routing_replay": True},
-        ["trainer-0", "trainer-1"],
-    ),
     "ray, synchronous": ({**APART, "place.cluster": "ray"}, ["engine-0", "trainer-0", "reward", "controller"]),
     "ray, stale, hold": (
         {**APART, **STALE, "loop.max_staleness": 2, "place.cluster": "ray"},
@@ -163,7 +147,7 @@ def table(blows: list[Blow]) -> None:
 def strike(blow: Blow, folder: Path, bar: float) -> None:
     """Start, hit, wait for the end, start again if it ended, and look at everything."""
     before, mark, within = set(os.listdir("/dev/shm")), uuid.uuid4().hex, RAYS if "ray" in blow.mode else 2.0
-    process, said = start(blow, folder, mark)
+    process, said = start_run({**SMALL, **MODES[blow.mode][0]}, folder, mark)
     at = moment(blow, folder, process)
     time.sleep(blow.delay)
     mine = family(mark)
@@ -178,17 +162,17 @@ def strike(blow: Blow, folder: Path, bar: float) -> None:
         process.wait()
         orphans(blow, mark, mine, within)
         hit = time.time()
-        process, said = start(blow, folder, mark)
+        process, said = start_run({**SMALL, **MODES[blow.mode][0]}, folder, mark)
     code = ended(blow, process, said, mark)
-    if code == 1 and any(word in Path(said).read_text() for word in (blow.victim, "the reward")):
+    if code == 1 and any(word in said.read_text() for word in (blow.victim, "the reward")):
         blow.ended = "named"
-        process, said = start(blow, folder, mark)
+        process, said = start_run({**SMALL, **MODES[blow.mode][0]}, folder, mark)
         code = ended(blow, process, said, mark)
     else:
         blow.ended = "recovered"
     if code:
         blow.ended = "failed"
-        blow.faults.append(f"exit code {code}: {' '.join(Path(said).read_text().split())[-600:]}")
+        blow.faults.append(f"exit code {code}: {' '.join(said.read_text().split())[-600:]}")
     orphans(blow, mark, mine, within)
     if left := [
         name for name in set(os.listdir("/dev/shm")) - before if any(str(pid) in name for pid in [*mine, process.pid])
@@ -198,25 +182,6 @@ def strike(blow: Blow, folder: Path, bar: float) -> None:
         inspect(blow, folder, hit, bar)
     if not blow.faults:
         shutil.rmtree(folder)
-
-
-def start(blow: Blow, folder: Path, mark: str) -> tuple[subprocess.Popen, str]:
-    changes = {**SMALL, **MODES[blow.mode][0], "run.folder": str(folder)}
-    words = [f"--{key}={toml(value)}" for key, value in changes.items()]
-    command = [sys.executable, "-c", "from rondel.cli import main; main()", "train", str(RECIPE), "--quiet", *words]
-    folder.mkdir(parents=True, exist_ok=True)
-    said = folder / f"stderr-{len(list(folder.glob('stderr-*')))}"
-    with said.open("w") as file:
-        environment = {**os.environ, MARK: mark}
-        return subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=file, env=environment, start_new_session=True
-        ), str(said)
-
-
-def toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {toml(inner)}" for key, inner in value.items()) + " }"
-    return json.dumps(value)
 
 
 def moment(blow: Blow, folder: Path, process: subprocess.Popen) -> str:
@@ -241,56 +206,7 @@ def victims(parent: int) -> list[str]:
     return list(marked(mark).values()) if mark else []
 
 
-def marked(mark: str) -> dict[int, str]:
-    """The living processes of a run: process id -> engine-0, trainer-1, reward, or the program's name."""
-    found = {}
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        try:
-            root = Path(f"/proc/{pid}")
-            if (
-                mark.encode() not in (root / "environ").read_bytes()
-                or (root / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            ):
-                continue
-            found[pid] = called(root)
-        except OSError:
-            continue
-    return found
-
-
-def called(process: Path) -> str:
-    words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    if any("rondel.runtime.cluster." in word for word in words):  # in the nursery, which has no log, or forked there
-        return Path(os.readlink(process / "fd/1")).stem
-    if words[0].startswith("ray::"):  # an actor's log says who it is, at last when it was built
-        log = Path(os.readlink(process / "fd/1")).read_text(errors="replace")
-        return log.rpartition(":actor_name:")[2].partition("\n")[0] or words[0]
-    if any("rondel.score.worker" in word for word in words):
-        return "reward"
-    return "controller" if "train" in words else words[0]
-
-
-def family(mark: str) -> dict[int, str]:
-    """The same, and their children without the mark: Ray's agents write over their environment."""
-    found, grown = marked(mark), True
-    while grown:
-        grown = False
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            if pid not in found and stat(pid)[1:2] and int(stat(pid)[1]) in found:
-                found[pid], grown = f"child of {stat(pid)[1]}", True
-    return found
-
-
-def stat(pid: int) -> list[str]:
-    """State, parent, and so on of a process that lives; of one that does not, nothing."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-    return [] if words[0] == "Z" else words
-
-
-def ended(blow: Blow, process: subprocess.Popen, said: str, mark: str) -> int:
+def ended(blow: Blow, process: subprocess.Popen, said: Path, mark: str) -> int:
     try:
         return process.wait(180)
     except subprocess.TimeoutExpired:
@@ -303,16 +219,8 @@ def ended(blow: Blow, process: subprocess.Popen, said: str, mark: str) -> int:
 
 
 def orphans(blow: Blow, mark: str, mine: dict[int, str], within: float) -> None:
-    """Law 14: no process, and so no port that it listens on."""
-    deadline = time.monotonic() + within
-    while (
-        left := {**{pid: name for pid, name in mine.items() if stat(pid)}, **marked(mark)}
-    ) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if left:
+    if left := wait_for_none(mark, mine, within):
         blow.faults.append(f"left behind: {left}")
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
 
 
 def inspect(blow: Blow, folder: Path, hit: float, bar: float) -> None:

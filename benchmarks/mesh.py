@@ -8,14 +8,23 @@ of_one_rank  the same of one rank that computes in smaller micro-batches: what r
 held         bytes of weights, gradients and both moments on the fullest rank, and of one rank / (shards · cp · tp); with
              pp of the fullest stage, whose layers are whole ones
 moved        bytes that a rank receives in one update, mean over the ranks, of one micro-batch (`in_parts`: of several, of
-             at most 60 tokens), and of the one by formula for a single axis:
-             shards   m (3 P) 4 (n-1)/n                 gather for the forward and the backward pass, scatter of gradients
+             at most 60 tokens)
+formula      the same by the sum of what each axis moves, L layers of two parts, D wide, of P numbers, T packed tokens and M
+             targets of one data rank, 4 bytes each, where n is the size of the axis:
+             shards   m (3 P) (n-1)/n over shards · cp      gather for the forward and the backward pass, scatter of gradients
                       (what lies at the root is gathered once: 2 P)
-             tp, sp   ((8 L + 2) T + 2 T + 2 M) D 4 (n-1)/n     L layers of two parts, T packed tokens, M targets
-             cp       6 L S 2 K d 4 (n-1)/n with its shards' P   K, V gathered twice and scattered once, of the S tokens
-                      that are shared (core/row_split.py): none of short families, all of one long sample (--long)
-             pp       (2 T D (n v-1) + M (n-1)) 4/n     states forward, their gradient back, of v chunks; logprobs to all
-             of flow_video, whose samples lie over cp: that of `rondel plan` (planner/flow_cost.py), composed, too
+             replicas 2 P (n-1)/n of a shard's numbers      sum of its gradients
+             tp, sp   ((8 L + 2) T D + 2 T D + 2 M D + 8 M) (n-1)/n     borders of parts and of the run of layers, embedding,
+                      head, four sums a target; of matrices, vocabulary, keys and values / n
+             cp       6 L S K d (n-1)/n     K, V gathered twice and scattered once, of the S tokens that are shared
+                      (core/row_split.py): none of short families, all of one long sample (--long); T / n, M / n
+             pp       2 T D (n v-1)/n + M (n-1)/n     states forward, their gradient back, of v chunks; logprobs to all;
+                      L / n, embedding and head once; of tp a run of layers a chunk
+             ep       4 k L T D (n-1)/n and experts over shards · cp · tp / n     k rows of each token to its experts and
+                      back, in both passes: where the router sends tokens evenly, which an untrained one does not quite
+             Left out: what data ranks tell each other of their tokens, and sums of norms whose matrices are cut: below 1 %.
+             Of a row without a critic. Of flow_video, whose samples lie over cp, that of `rondel plan`
+             (planner/flow_cost.py).
 All ranks are processes of this machine over gloo: their speed is not measured.
 """
 
@@ -46,6 +55,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "flow_video": {"frames": 4, "height": 8, "width": 8, "hidden_size": 64, "intermediate_size": 192}
     | {"num_hidden_layers": 3, "num_attention_heads": 4},
 }
+VOCABULARY = 100  # of random models
+FORMULAS = ("llama", "tied", "deep", "qwen3_moe")
 FLOW = "flow_video"
 FLOW_ROW = "flow_grpo"  # the row that a flow is trained with
 MESHES = [
@@ -181,11 +192,10 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
                     "moved_in_parts": round(moved[60]),
                 }
                 if family == FLOW:
-                    formula: float | None = _flow_formula(mesh, family, batch)
-                else:
-                    formula = _formula(mesh, MODELS[family], batch, tokens, held[1, 1] // 16)
-                if formula is not None and family in ("llama", "deep", FLOW):
-                    cell["formula"] = round(formula)
+                    cell["formula"] = round(_flow_formula(mesh, family, batch))
+                elif family in FORMULAS and name not in ("ppo", "reinforce_pp"):
+                    size, counted = MODELS[family], (tokens, batch.total_tokens)
+                    cell["formula"] = round(bytes_of_axes(mesh, size, *counted, _shared(mesh, batch, size)))
                 cells[f"{family} {name}"] = cell
                 print(f"{mesh!s:<28} {family:<13} {name:<13} {cell}", file=sys.stderr, flush=True)
         finally:
@@ -193,31 +203,53 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
     return cells
 
 
-def _formula(mesh: Any, size: dict[str, Any], batch: Any, tokens: int, parameters: int) -> float | None:
-    """Bytes of one rank in an update of one micro-batch; None where axes are composed."""
-    layers, hidden, n = size["num_hidden_layers"], size["hidden_size"], mesh.world
-    share, targets = (n - 1) / n, batch.total_tokens
-    root = (1 if size.get("tie_word_embeddings") else 2) * 100 * hidden + hidden  # embedding, head, last norm
-    sharded = 4 * share * (3 * (parameters - root) + 2 * root)
-    if mesh.pp == n:
-        return 4 * (2 * tokens * hidden * (n * mesh.chunks - 1) / n + share * targets)
-    if mesh.tp == n and mesh.sp:
-        return 4 * share * hidden * ((8 * layers + 2) * tokens + 2 * tokens + 2 * targets)
-    if mesh.cp == n:
-        return (
-            sharded
-            + 4 * share * 6 * layers * _shared(mesh, batch, hidden) * size["num_key_value_heads"] * size["head_dim"]
-        )
-    return sharded if mesh.shards == n else None
+def bytes_of_axes(mesh: Any, size: dict[str, Any], tokens: int, targets: int, shared: int) -> float:
+    """Bytes of one rank in an update of one micro-batch a data rank, mean over the ranks: the sum of what each axis moves,
+    of a decoder in fp32 whose heads tp divides.
+
+    tokens, targets, shared   packed, trained, and shared over cp, of the whole batch
+    """
+    layers, hidden, n = size["num_hidden_layers"], size["hidden_size"], mesh.shards * mesh.cp
+    keys, heads = (2 * size[f"num_{kind}_heads"] * size["head_dim"] for kind in ("key_value", "attention"))
+    each, router, apart = hidden * (heads + keys) / mesh.tp + 2 * hidden, 0, 0.0
+    if count := size.get("num_experts", 0):
+        router, apart = count * hidden + 2 * size["head_dim"], count * 3 * hidden * size["moe_intermediate_size"]
+    else:
+        each += 3 * hidden * size["intermediate_size"] / mesh.tp
+    if mesh.ep == 1:  # experts are cut like any matrix
+        each, apart = each + apart / mesh.tp, 0.0
+    each += router
+    # embedding, head, last norm
+    root = (1 if size.get("tie_word_embeddings") else 2) * VOCABULARY * hidden / mesh.tp + hidden
+    rows, chosen, run = tokens / mesh.data / mesh.cp, targets / mesh.data / mesh.cp, shared / mesh.data
+    moved = _received(n) * (3 * layers * each + 2 * root) / mesh.pp
+    moved += _received(n * mesh.tp // mesh.ep) * 3 * layers * apart / mesh.ep / mesh.pp
+    moved += 2 * _received(mesh.replicas) * (layers * (each / n + apart / (n * mesh.tp)) + root / n) / mesh.pp
+    moved += _received(mesh.cp) * 3 * layers / mesh.pp * run * keys / mesh.tp
+    moved += 2 * rows * hidden * (mesh.pp * mesh.chunks - 1) / mesh.pp + _received(mesh.pp) * chosen
+    if mesh.tp > 1:
+        passes = (8 * layers / mesh.pp + 2 * mesh.chunks * mesh.sp) * rows + 2 * (rows + chosen) / mesh.pp
+        moved += _received(mesh.tp) * (passes * hidden + 8 * chosen / mesh.pp)
+    if mesh.ep > 1:
+        sent = size["num_experts_per_tok"] * rows / mesh.tp * hidden
+        moved += 4 * _received(mesh.ep) * layers / mesh.pp * sent
+    return 4 * moved
 
 
-def _shared(mesh: Any, batch: Any, hidden: int) -> int:
-    """Tokens that all ranks of a row have a part of."""
+def _received(ranks: int) -> float:
+    """The share of a tensor that comes from the others."""
+    return (ranks - 1) / ranks
+
+
+def _shared(mesh: Any, batch: Any, size: dict[str, Any]) -> int:
+    """Tokens that all ranks of a row have a part of, in the rows of all data ranks."""
     from rondel.core.row_split import PRODUCTS, deal_row
     from rondel.train.pack import micro_batches
 
-    rows = (packed.layout.segments for packed in micro_batches(batch, 10**6, ranks=mesh.data, stages=mesh.pp))
-    return sum(deal_row(row, mesh.cp, PRODUCTS * hidden).shared_tokens for row in rows)
+    how = {"ranks": mesh.data, "stages": mesh.pp}
+    packs = (packed for rank in range(mesh.data) for packed in micro_batches(batch, 10**6, rank=rank, **how))
+    dealt = (deal_row(packed.layout.segments, mesh.cp, PRODUCTS * size["hidden_size"]) for packed in packs)
+    return sum(dealing.shared_tokens for dealing in dealt)
 
 
 def _flow_formula(mesh: Any, family: str, batch: Any) -> float:

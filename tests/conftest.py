@@ -5,9 +5,12 @@ the one it waits for: two processes of two threads each took 110 s on two cores 
 they do in 3 s when they sleep (docs/LOG.md).
 """
 
+import contextlib
 import gc
+import importlib
 import os
 import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or torch compiles 9 s of programs to see what the compiler can
@@ -25,11 +28,27 @@ if not torch.cuda.is_available():
 pytest.register_assert_rewrite("kits")
 
 
+def _import_share(config):
+    """Imports this worker's share of all test modules: what it compiles and writes, the other workers read when they
+    collect the same modules. Side by side and in one order, each would compile each of them.
+    """
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.args_source != config.ArgsSource.TESTPATHS or sys.dont_write_bytecode:
+        return
+    modules = sorted(Path(__file__).parent.glob("*/test_*.py"))
+    for module in modules[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+        if str(module.parent) not in sys.path:
+            sys.path.insert(0, str(module.parent))
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # said when it is collected
+            importlib.import_module(module.stem)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
     """What is imported and collected stays until the end: no garbage collection looks through it, now or later."""
     gc.disable()
     try:
+        _import_share(session.config)
         return (yield)
     finally:
         gc.collect()

@@ -256,7 +256,7 @@ def test_what_cannot_be_cut_is_refused_by_name(ranks, kind, said):
 
 def test_a_teacher_that_cannot_be_cut_is_named(ranks):
     """Beside a mixture that can: of a dense one it is no help to read that "the model" has no experts."""
-    with pytest.raises(RondelError, match="model.teacher: .*no experts that ep could lay apart"):
+    with pytest.raises(RondelError, match=r"model\.teacher: .*no experts that ep could lay apart"):
         ranks(EP).make("mixtral", algo=row("opd"), teacher=True)
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from kits.train import awkward_groups, batch, make_stale, row
 from kits.vision import groups_with_images
 from kits.vision import model as looking
 from rondel.algos.table import TABLE
+from rondel.cli import main
 from rondel.core.errors import RondelError
 from rondel.core.mesh import Mesh
 from rondel.core.types import Score
@@ -290,3 +292,15 @@ def test_stages_that_look_have_the_gradient_of_one_rank(ranks, kind):
     every.make(kind, algo=algo)
     for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=40):
         assert apart(got, whole) <= 1e-6
+
+
+def test_a_rank_of_composed_axes_receives_the_bytes_of_their_formulas(capsys):
+    """Counted in the collectives of one update; of the second mesh there are long samples, whose keys all ranks gather."""
+    meshes, sizes = ["pp=2,tp=2", "shards=2,cp=2"], ["--groups", "2", "--samples", "2", "--long", "150"]
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "mesh", "--meshes", *meshes, "--families", "llama", "--rows", "grpo", *sizes, "--json"])
+    assert not end.value.code
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for mesh in meshes:
+        cell = told[mesh]["llama grpo"]
+        assert cell["moved"] == pytest.approx(cell["formula"], rel=0.01) and cell["difference"] < 1e-6

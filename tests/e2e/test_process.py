@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -168,7 +169,10 @@ class TestNursery:
                 break
             time.sleep(0.05)
         assert not alive(worker.pid)
-        cluster.spawn("next", TimeAccount, "x").now()
+        with ThreadPoolExecutor(1) as pool:  # a thread that ends: the nursery lives with the process
+            after = pool.submit(cluster.spawn, "next", TimeAccount, "x").result()
+        after.now()
+        after.now("switch_to", "idle")
         assert forkserver.forkserver_pid() not in (None, before)
 
     @pytest.mark.slow
@@ -198,3 +202,25 @@ class TestNursery:
         while any(map(alive, pids)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(alive, pids))
+
+    @pytest.mark.slow
+    def test_it_ends_with_a_killed_controller_in_the_midst_of_its_imports(self, tmp_path):
+        """They take seconds, in which an engine of several processes may be killed."""
+        begun = tmp_path / "begun"
+        (tmp_path / "endless.py").write_text(f"import time; open({str(begun)!r}, 'w').close(); time.sleep(60)")
+        code = (
+            "import os, socket, time; from rondel.runtime.cluster import forkserver\n"
+            "server, ends = forkserver.ForkServer(), socket.socketpair()\n"
+            "server.fork_worker('endless', ends[1].fileno(), 1, dict(os.environ))\n"
+            "print(server.process.pid, flush=True); time.sleep(60)"
+        )
+        where = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=where) as controller:
+            pid = int(controller.stdout.readline())
+            while not begun.exists():
+                time.sleep(0.01)
+            controller.kill()
+        deadline = time.monotonic() + 10
+        while alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not alive(pid)

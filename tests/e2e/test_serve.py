@@ -604,7 +604,7 @@ class Streaming(threading.Thread):
         return self
 
     def end(self):
-        self.join(40)
+        self.join(240)
         assert not self.is_alive()
         return self.last
 

@@ -59,14 +59,13 @@ TREE = """
 from rondel.models import tree_attention as module
 kinds = dict.fromkeys(("q", "k", "v", "grad", "out"), "*bf16") | dict.fromkeys(("lse", "delta", "dk", "dv"), "*fp32")
 kinds |= dict.fromkeys(("tiles", "segments", "first", "above", "below"), "*i32") | dict.fromkeys(("scale", "softcap"), "fp32")
-for capability, size in (80, 128), (86, 128), (90, 64), (100, 128), (86, 256):
+for capability, size in (80, 128), (86, 256), (90, 64), (100, 64):
     for kernel in (module._forward_kernel, module._dq_kernel, module._dkv_kernel):
         tile = module.tile_of(size, 2, backward=kernel is not module._forward_kernel)
         fixed = dict(REPEATS=6, QUERIES=tile.queries, KEYS=tile.keys, SIZE=size, WIDE=size, SIZE_P=size, WIDE_P=size)
         options = dict(num_warps=tile.warps, num_stages=tile.stages)
         made = compile_kernel(kernel, capability, kinds, options, **fixed)
-        most = {80: 163, 86: 99, 90: 227, 100: 227}[capability] * 1024
-        assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= most, (kernel, capability, made.metadata)
+        assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, (kernel, capability, made.metadata)
         assert "mma" in made.asm["ptx"] or "tcgen05" in made.asm["ptx"]
 """
 ROWS = """

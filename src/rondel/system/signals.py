@@ -4,7 +4,9 @@ closed. Only the controller decides what they mean.
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 
 HANGUP = getattr(signal, "SIGHUP", None)
 ENDING = tuple(number for number in (signal.SIGTERM, signal.SIGINT, HANGUP) if number is not None)
@@ -21,3 +23,9 @@ def leave_to_controller() -> None:
     """
     for number in ENDING:
         signal.signal(number, lambda *_: None)
+
+
+def die_with_parent() -> None:
+    """Law 14: the kernel ends this process when the thread that started it ends, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kits.algos import F64, near, tensor
@@ -150,6 +150,7 @@ def brute_force(weights):
 
 @settings(max_examples=60, deadline=None)
 @given(samples=logs.filter(bool), level=st.sampled_from(["token", "sequence", "geometric"]))
+@example(samples=[(17.75, 0)] * 3, level="token")  # a difference of squares is 0.17 off
 def test_the_chosen_bound_has_the_least_error_of_all(samples, level):
     gap, sample = given_logs(samples)
     free = Importance(level, high=1e30)(gap, sample, gap)

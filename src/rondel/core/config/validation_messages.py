@@ -10,6 +10,8 @@ from rondel.core.config.renamed_keys import MOVED_KEYS, SYNONYMS
 from rondel.core.config.section import SettingsFault
 from rondel.core.registry import suggest_name
 
+SHOWN = 12  # keys of a table that are listed where none is near
+
 
 def explain_faults(error: ValidationError, root: type[BaseModel], prefix: str = "") -> list[str]:
     """One row for each wrong key. `prefix`: where the table of `root` stands in the recipe."""
@@ -23,7 +25,9 @@ def explain_faults(error: ValidationError, root: type[BaseModel], prefix: str = 
             rows.append(f"'{dotted}' is no key any more; in its place stands {MOVED_KEYS[dotted]}")
         elif fault["type"] == "extra_forbidden":
             synonym = f" Did you mean '{SYNONYMS[where[-1]]}'?" if where[-1] in SYNONYMS else ""
-            near = synonym or suggest_name(where[-1], _known_keys(fault["loc"][:-1], root))
+            known = _known_keys(fault["loc"][:-1], root)
+            near = synonym or suggest_name(where[-1], known)
+            near = near or (f" Known: {', '.join(known)}" if 0 < len(known) <= SHOWN else "")
             rows.append(f"unknown key '{dotted}'.{near}")
         elif fault["type"] == "missing":
             rows.append(f"'{dotted}' is missing; add it to the recipe or pass --{dotted}=...")

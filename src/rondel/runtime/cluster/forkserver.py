@@ -30,7 +30,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from typing import Any
 
-from rondel.system.signals import leave_to_controller
+from rondel.system.signals import die_with_parent, leave_to_controller
 
 ROOM = 1 << 20  # bytes of one message: an environment, a path
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
@@ -76,8 +76,9 @@ class ForkServer:
         self.waiting: dict[int, ForkedProcess] = {}  # by ticket
         self.living: dict[int, ForkedProcess] = {}  # by process id
         self.tickets = 0
-        self.socket, self.process = start_server()
-        threading.Thread(target=self._receive_events, name="nursery", daemon=True).start()
+        started: Future[tuple[socket.socket, subprocess.Popen[bytes]]] = Future()
+        threading.Thread(target=self._start, args=(started,), name="nursery", daemon=True).start()
+        self.socket, self.process = started.result()
 
     @property
     def is_alive(self) -> bool:
@@ -97,9 +98,20 @@ class ForkServer:
                 raise
         return process
 
-    def _receive_events(self) -> None:
+    def _start(self, started: Future[tuple[socket.socket, subprocess.Popen[bytes]]]) -> None:
+        """Start the nursery in the thread that hears it: the kernel ends a child with the thread that started it, and this
+        one ends with the nursery or with the process.
+        """
+        try:
+            server = start_server()
+        except BaseException as error:
+            return started.set_exception(error)
+        started.set_result(server)
+        return self._receive_events(server[0])
+
+    def _receive_events(self, events: socket.socket) -> None:
         with contextlib.suppress(OSError, EOFError):
-            while told := self.socket.recv(ROOM):
+            while told := events.recv(ROOM):
                 kind, number, value = pickle.loads(told)
                 with self.lock:
                     if kind == "born":
@@ -181,6 +193,9 @@ def _import_path() -> list[str]:
 def main(number: int) -> None:
     """`number`: of the descriptor of its end of the socket pair."""
     controller, own = os.getppid(), socket.socket(fileno=number)
+    die_with_parent()  # at once, also from the imports, which take seconds
+    if _is_closed(own):  # the controller was gone before that
+        return
     leave_to_controller()
     heard, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -212,6 +227,13 @@ def main(number: int) -> None:
             for fd in fds:
                 os.close(fd)
             own.send(pickle.dumps(("born", ticket, pid)))
+
+
+def _is_closed(end: socket.socket) -> bool:
+    """Whether nobody has the other end, whatever is still to be read."""
+    poll = select.poll()
+    poll.register(end, 0)
+    return any(seen & select.POLLHUP for _, seen in poll.poll(0))
 
 
 def _reap_child() -> tuple[int, int] | None:

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import pickle
 import queue
-import signal
 import sys
 import threading
 import time
@@ -26,7 +24,7 @@ from rondel.runtime import stacks
 from rondel.runtime.cluster import frames
 from rondel.runtime.cluster.progress import WorkerProgress
 from rondel.runtime.cluster.worker import PULSE
-from rondel.system.signals import leave_to_controller
+from rondel.system.signals import die_with_parent, leave_to_controller
 
 
 def run_worker(socket: int, parent: int) -> None:
@@ -155,11 +153,10 @@ def portable_error(error: BaseException, name: str, verb: str) -> Exception:
 
 
 def _die_with(parent: int) -> None:
-    """Law 14: the kernel ends this process when its controller ends; elsewhere than on Linux the pipe's end does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
+    """Law 14: this process ends when its controller ends; elsewhere than on Linux the pipe's end does it."""
+    die_with_parent()
+    if sys.platform == "linux" and os.getppid() != parent:
+        os._exit(1)
 
 
 if __name__ == "__main__":
