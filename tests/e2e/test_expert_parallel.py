@@ -254,6 +254,12 @@ def test_what_cannot_be_cut_is_refused_by_name(ranks, kind, said):
         ranks(EP).make(kind)
 
 
+def test_a_teacher_that_cannot_be_cut_is_named(ranks):
+    """Beside a mixture that can: of a dense one it is no help to read that "the model" has no experts."""
+    with pytest.raises(RondelError, match=r"model\.teacher: .*no experts that ep could lay apart"):
+        ranks(EP).make("mixtral", algo=row("opd"), teacher=True)
+
+
 def test_ranks_that_do_not_divide_the_experts_are_refused(ranks):
     with pytest.raises(RondelError, match="ep = 3 does not divide the 4 experts"):
         ranks(Mesh(shards=3, ep=3)).make("mixtral")

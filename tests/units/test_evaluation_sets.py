@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,22 @@ def test_a_run_keeps_its_best_checkpoint_and_a_killed_one_the_same(tmp_path, cap
         from xml.etree import ElementTree
 
         ElementTree.fromstring(picture)
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_a_signal_cut_off_is_made_up_for(tmp_path):
+    """SIGTERM in the middle of it: the step is in a checkpoint, so the resumed run has to evaluate it, or never would."""
+    changes = {**DRAWS, "run__checkpoint__best": "eval/score", "loop__warmup__steps": 2}
+    run(tmp_path / "whole", **changes)
+    whole = [(e["step"], e["profile"], e["score"]) for e in events(tmp_path / "whole", "Evaluated")]
+    of_each = sum(e["n"] * e["draws"] + 1 for e in events(tmp_path / "whole", "Evaluated") if e["step"] == 0)
+    moment = ("Evaluating", of_each + 2)  # the first answer of the second evaluation
+    assert run_and_die(tmp_path / "cut", moment, signal.SIGTERM, **changes) == 128 + signal.SIGTERM
+    before = events(tmp_path / "cut", "Evaluated")
+    assert {e["step"] for e in before} == {0} and events(tmp_path / "cut", "Checkpointed")[-1]["step"] == whole[2][0]
+    run(tmp_path / "cut", **changes)
+    assert [(e["step"], e["profile"], e["score"]) for e in events(tmp_path / "cut", "Evaluated")] == whole
+    assert best_of(tmp_path / "cut") == best_of(tmp_path / "whole")
 
 
 def test_metrics_of_several_sets():

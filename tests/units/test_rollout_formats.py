@@ -108,6 +108,17 @@ def test_an_evaluation_says_with_which_weights(tmp_path):
     assert all("weights" not in e.get("request", {}) for e in read(tmp_path) if e["kind"] != "Evaluated")
 
 
+@pytest.mark.slow
+def test_a_run_whose_engine_held_codes_is_evaluated_on_one_device(tmp_path):
+    """Trained weights that are rounded, too: an evaluation has one module, whose numbers are those of the codes."""
+    form = {"engine": "int4", "trainer": "rounded", "held": "encoded"}
+    split = {"place__kind": "split", "place__cluster": "local"}
+    run(tmp_path, **SHORT, **split, model__format=form, task__eval__every=3)
+    told, again = events(tmp_path, "Evaluated")[-1], evaluate_checkpoint(str(tmp_path), None, {})
+    assert again.score == told["score"] and [s["text"] for s in again.samples] == [s["text"] for s in told["samples"]]
+    assert again.request["weights"] == told["request"]["weights"] == "rounded to int4, as the trainer's are"
+
+
 @pytest.mark.parametrize(
     ("algo", "good"),
     [

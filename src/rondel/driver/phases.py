@@ -116,6 +116,7 @@ class RunPhases:
             None,
         )  # step, version, the buffer then if synchronous, the order
         self.saved = 0  # the step of the newest checkpoint
+        self.unmeasured = 0  # a step whose evaluation is due and has not ended
         self.writing: asyncio.Task[None] | None = None
 
     async def run_phases(self, found: tuple[Path, dict[str, Any]] | None) -> None:
@@ -193,8 +194,11 @@ class RunPhases:
 
     async def _train_phases(self, done: int, saved: dict[str, Any] | None) -> None:
         parts = self.parts
-        if done == 0:
-            await self._run_evaluation(0)
+        if done == 0 or (saved or {}).get("unmeasured"):  # the latter: a signal cut it off
+            await self._run_evaluation(done)
+            if self.best and self.best.improved_at(done):
+                self.best.state_at(done)
+                self.best.publish()
         warm, steps = self.plan.warmup_steps, self.plan.steps
         if done < warm:
             done = await self._run_warmup(range(done + 1, warm + 1), saved)
@@ -331,9 +335,11 @@ class RunPhases:
             None if self.buffer.rule.max_staleness else self.buffer.state_dict(version, encoded=False),
             self.parts.order.state_dict(),
         )
+        measures = step in (last, plan.warmup_steps) or (plan.evaluate_every and step % plan.evaluate_every == 0)
+        self.unmeasured = step if measures else 0
         if step < last:
             self.rest.set()
-        if step == last or step == plan.warmup_steps or (plan.evaluate_every and step % plan.evaluate_every == 0):
+        if measures:
             await self._run_evaluation(step)
         due = step == last or (plan.checkpoint_every and step % plan.checkpoint_every == 0)
         if due or (self.best and self.best.improved_at(step)):
@@ -356,6 +362,8 @@ class RunPhases:
         await self.buffer.waiters.pass_gate("save", version, who="learner")
         began, state = time.perf_counter(), then or self.buffer.state_dict(version, encoded=False)
         told = {"step": step, "config": self.config, "buffer": state, "order": order}
+        if self.unmeasured == step:
+            told["unmeasured"] = True
         if self.best:
             told["best"] = self.best.state_at(step)
         await self.rollouts.wait_until_written()
@@ -372,6 +380,7 @@ class RunPhases:
                 emit(done.event)
                 if self.best:
                     self.best.note_evaluation(done.event)
+        self.unmeasured = 0
 
 
 def in_time(attempt: Attempt, judge: Judge, buffer: Buffer) -> tuple[Attempt, Judge]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import ConfigError, ModelError
@@ -34,6 +35,15 @@ def refuse_mesh(loaded: LoadedModel, mesh: Mesh) -> None:
     ):
         if found:
             raise ConfigError(f"place.mesh = {mesh}: {what}. Use shards or replicas instead")
+
+
+@contextmanager
+def names_model(key: str) -> Iterator[None]:
+    """An error about how a model lies over the mesh says which model: the recipe's key, where it is not the policy."""
+    try:
+        yield
+    except (ConfigError, ModelError) as error:
+        raise type(error)(f"{key}: {error}") from error
 
 
 def check_cut(

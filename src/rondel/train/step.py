@@ -33,6 +33,7 @@ from rondel.train import annotate as notes
 from rondel.train import checkpoint
 from rondel.train.adaptive_coefs import AdaptiveCoefs
 from rondel.train.advantages import compute_advantages
+from rondel.train.mesh_checks import names_model
 from rondel.train.mismatch import MismatchAlarm
 from rondel.train.observations import observed_batch
 from rondel.train.offload import Offload
@@ -109,7 +110,8 @@ class LocalTrainer:
         wants_start = bool(needs & {"ref_logprobs", "ref_means"}) or settings.start_probe > 0
         self.start = ranks.shard_model(_frozen_start(loaded)) if wants_start else None
         if "teacher_hidden" not in needs:  # whole distributions need a teacher's whole head on every rank
-            teachers = [replace(t, loaded=ranks.shard_model(t.loaded)) if t.loaded else t for t in teachers]
+            with names_model("model.teacher"):
+                teachers = [replace(t, loaded=ranks.shard_model(t.loaded)) if t.loaded else t for t in teachers]
         keep = activation_store(settings.activations, settings.folder)
         install_recompute(loaded.model, settings.recompute, loaded.adapter, keep)
         self.loaded = ranks.shard_model(loaded)

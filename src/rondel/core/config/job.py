@@ -170,9 +170,8 @@ class Job(ConfigSection):
         """The same for a command that looks into the parts: whole in this process."""
         place = self.place.model_copy(update={"kind": "shared", "cluster": "local", "engines": 1, "ranks": 1})
         engine = self.engine.model_copy(update={"kind": "builtin", "url": None})
-        return self.model_copy(
-            update={"place": place, "engine": engine, "sync": self.sync.model_copy(update={"kind": "auto"})}
-        )
+        sync, model = self.sync.model_copy(update={"kind": "auto"}), self.model.on_one_module()
+        return self.model_copy(update={"place": place, "engine": engine, "sync": sync, "model": model})
 
     def digest(self) -> str:
         """What must be equal for a folder to be continued: everything but where the run lives and

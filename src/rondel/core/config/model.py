@@ -186,6 +186,12 @@ class ModelConfig(ConfigSection):
         """The number format of the engine's matrices, whatever the trainer's are in."""
         return self.format if isinstance(self.format, str) else self.format.engine
 
+    def on_one_module(self) -> ModelConfig:
+        """The same where engine and trainer read one module: what both round is held decoded, as the trainer needs it."""
+        if not self.engine_holds_codes or self.rollout_format != "none":
+            return self
+        return self.model_copy(update={"format": self.engine_format})
+
     @property
     def served_weights(self) -> str:
         """What the engine's weights are where they are not the masters in the model's dtype, in words; else ""."""
