@@ -344,6 +344,26 @@ def test_a_build_that_hangs_with_the_interpreter_is_named_and_slow_ones_go_on(cl
 
 @LINUX
 @pytest.mark.slow
+def test_an_actor_of_this_machine_that_is_stopped_while_it_is_built_is_named_soon():
+    """One that is built answers nothing, and only the kernel tells it from one that is stopped."""
+    ray = pytest.importorskip("ray")
+    from rondel.runtime.cluster.ray import RayCluster
+
+    cluster = RayCluster(2, patience=2.0)
+    try:
+        stopped, slow = (cluster.spawn(name, SlowPart, "sleep", 15.0) for name in ("engine-0", "engine-1"))
+        _, pid = ray.get(stopped._process, timeout=60)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(SilentError, match=r"worker engine-0 is stopped by a signal .* asked for: build"):
+            stopped._made.result(12)
+        assert slow.now("add", 1) == 1
+    finally:
+        cluster.close()
+    assert not alive(pid)
+
+
+@LINUX
+@pytest.mark.slow
 def test_the_kernel_knows_who_sleeps_who_computes_and_who_is_stopped():
     codes = {"sleeps": "import time; time.sleep(60)", "computes": "while True: pass"}
     seen = {}
