@@ -262,6 +262,16 @@ def test_explain_says_who_set_what_the_arithmetic_and_the_loss(rondel, recipe):
     )
 
 
+def test_explain_shows_an_algorithm_without_a_recipe(rondel):
+    pytest.importorskip("rondel.algos.objective")
+    code, out, _ = rondel("explain", "gspo")
+    assert code == 0 and out.startswith("gspo  (arXiv:2507.18071)\nloss ")
+    assert "no recipe and no algorithm 'gsp'. Did you mean 'gspo'?" in rondel("explain", "gsp")[2]
+    assert (
+        "changes a recipe: rondel explain RUN.toml --algo.kind=gspo" in rondel("explain", "gspo", "--loop.steps=3")[2]
+    )
+
+
 def test_explain_shows_how_passes_became_steps(rondel, recipe):
     text = recipe.read_text().replace("steps = 3", "passes = 2", 1)
     assert text.count("passes = 2") == 1

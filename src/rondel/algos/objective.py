@@ -206,11 +206,23 @@ def explain_objective(row: Algorithm) -> str:
 
 
 def _describe_knobs(row: Algorithm) -> Iterator[str]:
-    """One line for every field that can change the loss; its meaning is its line in the docstring."""
+    """One line for every field that can change the loss, with its meaning."""
     for family, part in row.parts.items():
-        meanings = dict(
-            line.split("    ", 1) for line in cleandoc(type(part).__doc__ or "").splitlines() if "    " in line
-        )
+        meanings = field_meanings(type(part))
         for knob in (f.name for f in fields(part)):
             if family not in row.idle and f"{family}.{knob}" not in row.idle:
-                yield f"knob      {family}.{knob} = {getattr(part, knob)}    {meanings.get(knob, '').strip()}"
+                yield f"knob      {family}.{knob} = {getattr(part, knob)}    {meanings.get(knob, '')}"
+
+
+def field_meanings(of: type) -> dict[str, str]:
+    """What a docstring says of each field, in one line.  `name    text`, further lines below the text."""
+    meanings, last = dict[str, str](), ""
+    for line in cleandoc(of.__doc__ or "").splitlines():
+        name, _, text = line.partition("    ")
+        if not name and last:
+            meanings[last] += " " + text.strip()
+        else:
+            last = name if text and name.isidentifier() else ""
+            if last:
+                meanings[last] = text.strip()
+    return meanings

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rondel.cli import OVERRIDES, read_job
+from rondel.core.errors import UserError
+from rondel.core.registry import suggest_name
 from rondel.text.unicode import visible_text
 
 SETTINGS = OVERRIDES
@@ -14,12 +17,23 @@ SETTINGS = OVERRIDES
 
 def run(
     ctx: typer.Context,
-    recipe: Annotated[str, typer.Argument(metavar="RUN.toml", help="The recipe.")],
+    recipe: Annotated[str, typer.Argument(metavar="RUN.toml|ALGORITHM", help="The recipe, or a value of algo.kind.")],
 ) -> None:
-    """Show what a recipe means.
+    """Show what a recipe or an algorithm means.
 
-    Every final value and who set it, the arithmetic of one step, the formula of the loss.
+    Of a recipe every final value and who set it, the arithmetic of one step, the formula of the loss; of an algorithm
+    the formula, with its defaults.
     """
+    if not Path(recipe).suffix and not Path(recipe).exists():
+        from rondel.algos.objective import explain_objective
+        from rondel.algos.table import TABLE
+
+        if recipe not in TABLE:
+            raise UserError(f"no recipe and no algorithm '{recipe:.100}'.{suggest_name(recipe, list(TABLE))}")
+        if ctx.args:
+            raise UserError(f"{ctx.args[0]:.100} changes a recipe: rondel explain RUN.toml --algo.kind={recipe} ...")
+        print(explain_objective(TABLE[recipe]))
+        return
     said, overrides = read_job(recipe, *ctx.args)
     job, why = said, ""
     if said.loop.passes is not None:  # counting the tasks takes the data, and with it torch

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -46,9 +49,11 @@ def run(
     if not name:
         if output is not None:
             raise UserError(f"-o {output} needs the name of a recipe: rondel recipes NAME -o {output}")
-        width = max(map(len, known))
+        left = max(map(len, known)) + 2
+        wide = min(max(shutil.get_terminal_size((120, 24)).columns, left + 40), 120)
         for recipe, path in known.items():
-            print(f"{recipe:<{width}}  {first_comment(path.read_text(encoding='utf-8'))}")
+            told = first_sentence(path.read_text(encoding="utf-8"))
+            print(textwrap.fill(told, wide, initial_indent=f"{recipe:<{left}}", subsequent_indent=" " * left))
         print("\nrondel recipes NAME -o recipe.toml, then rondel train recipe.toml")
         return
     stem = name.removesuffix(".toml")
@@ -71,9 +76,10 @@ def run(
     print(f"wrote {', '.join(map(str, files))}\nrondel {verb} {output}")
 
 
-def first_comment(text: str) -> str:
-    """The first comment line of a recipe."""
-    return next((line.lstrip("# ") for line in text.splitlines() if line.startswith("#")), "")
+def first_sentence(text: str) -> str:
+    """The first sentence of the comment that a recipe begins with."""
+    comment = itertools.takewhile(lambda line: line.startswith("#"), text.lstrip().splitlines())
+    return re.split(r"(?<=[a-z0-9)`]{2}\.)\s", " ".join(line.lstrip("# ") for line in comment), maxsplit=1)[0]
 
 
 def named_examples(text: str) -> list[Path]:

@@ -89,3 +89,14 @@ def test_what_a_row_needs_and_the_batch_lacks_is_our_mistake_and_is_named():
     row = replace(table.GRPO, kl=kl.Kl("k2", 0.1), correction=correction.Importance())
     with pytest.raises(AssertionError, match="grpo needs advantages, behavior_logprobs, ref_logprobs"):
         objective(row, TokenBatch(nothing.long(), logprobs=nothing), nothing)
+
+
+def test_a_knob_is_shown_with_all_lines_of_its_meaning():
+    text = explain_objective(replace(table.GRPO, correction=correction.Importance()))
+    assert "its geometric mean; none: 1, so that it only rejects\n" in text
+
+
+@pytest.mark.parametrize("row", table.TABLE.values(), ids=table.TABLE)
+def test_every_knob_has_a_meaning(row):
+    knobs = [line for line in explain_objective(row).splitlines() if line.startswith("knob")]
+    assert all(line.split("    ")[-1].strip() for line in knobs), [k for k in knobs if not k.split("    ")[-1].strip()]
