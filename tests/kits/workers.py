@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import subprocess
@@ -81,6 +82,22 @@ class Part:
     def dies(self) -> None:
         print("these are my last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SlowPart(Part):
+    """One that takes its time to be built: asleep, computing in C, or in C and idle. The latter two hold the
+    interpreter, as an import of an extension does.
+    """
+
+    def __init__(self, way: str, seconds: float) -> None:
+        super().__init__(0)
+        if way == "sleep":
+            time.sleep(seconds)
+        until = time.monotonic() + seconds
+        while way == "compute" and time.monotonic() < until:
+            sum(range(1 << 26))
+        if way == "hold":
+            ctypes.PyDLL(None).sleep(int(seconds))
 
 
 class NeverRead:

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from kits.engine import ask, engine, idle, prompt, tiny
 from kits.remote import Trainer, made
-from kits.workers import NeverRead, Part, alive, time_waster
+from kits.workers import NeverRead, Part, SlowPart, alive, time_waster
 from rondel.assemble.remote_workers import RemoteTrainer
 from rondel.buffer import Buffer
 from rondel.core.errors import SilentError, StalledError, WorkerError
@@ -28,8 +29,10 @@ from rondel.core.events import subscribe
 from rondel.core.mesh import Mesh
 from rondel.core.types import Task
 from rondel.models.rendezvous import Rendezvous
+from rondel.runtime.cluster import process
 from rondel.runtime.cluster.forkserver import NEVER_BORN, ForkedProcess
 from rondel.runtime.cluster.process import ProcessCluster
+from rondel.runtime.cluster.process_activity import ProcessActivity
 from rondel.runtime.stacks import SIGNAL, StackDumper, format_thread_stacks
 from rondel.system.threads import current_frames
 from rondel.train.fsdp import FsdpRank
@@ -297,3 +300,88 @@ def test_a_busy_worker_is_not_a_stopped_one(cluster):
     """Arithmetic that holds the event loop is work, not silence."""
     worker = cluster.spawn("part", time_waster)
     assert worker.now("burn", 3.0) == "done"
+
+
+# -- while they are built --------------------------------------------------------------------------
+
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's view of a process is read from /proc")
+
+
+@LINUX
+@pytest.mark.slow
+@pytest.mark.parametrize("has_spoken", [False, True], ids=["before its first pulse", "after it"])
+def test_a_worker_that_is_stopped_while_it_is_built_is_named_soon(cluster, has_spoken):
+    """The limit of a worker that is built is made for slow disks, and this one does not even try to read."""
+    worker = cluster.spawn("engine-0", SlowPart, "sleep", 60.0)
+    while not (worker._speaks if has_spoken else alive(worker.pid)):
+        time.sleep(0.01)
+    os.kill(worker.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(
+        SilentError, match=r"worker engine-0 \(process \d+\) is stopped by a signal .* asked for: add, build"
+    ):
+        worker.ask("add", 1).result(20)
+    assert time.monotonic() - began < 15
+    with pytest.raises(SilentError, match="asked for: add, build"):
+        worker.now()
+    cluster.close()
+    assert not alive(worker.pid)
+
+
+@LINUX
+@pytest.mark.slow
+def test_a_build_that_hangs_with_the_interpreter_is_named_and_slow_ones_go_on(cluster, monkeypatch):
+    """No pulse and nothing done: named. A pulse, or work that the kernel sees: the long limit of builds."""
+    monkeypatch.setattr(process, "STILL", 2.0)
+    ways = {"hold": 60.0, "sleep": 4.0, "compute": 4.0}
+    workers = {way: cluster.spawn(way, SlowPart, way, seconds) for way, seconds in ways.items()}
+    with pytest.raises(SilentError, match=r"worker hold .* neither answers nor computes .* asked for: build"):
+        workers["hold"]._made.result(20)
+    for way in ("sleep", "compute"):
+        assert workers[way].now("add", 1) == 1, way
+
+
+@LINUX
+@pytest.mark.slow
+def test_an_actor_of_this_machine_that_is_stopped_while_it_is_built_is_named_soon():
+    """One that is built answers nothing, and only the kernel tells it from one that is stopped."""
+    ray = pytest.importorskip("ray")
+    from rondel.runtime.cluster.ray import RayCluster
+
+    cluster = RayCluster(2, patience=2.0)
+    try:
+        stopped, slow = (cluster.spawn(name, SlowPart, "sleep", 15.0) for name in ("engine-0", "engine-1"))
+        _, pid = ray.get(stopped._process, timeout=60)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(SilentError, match=r"worker engine-0 is stopped by a signal .* asked for: build"):
+            stopped._made.result(12)
+        assert slow.now("add", 1) == 1
+    finally:
+        cluster.close()
+    assert not alive(pid)
+
+
+@LINUX
+@pytest.mark.slow
+def test_the_kernel_knows_who_sleeps_who_computes_and_who_is_stopped():
+    codes = {"sleeps": "import time; time.sleep(60)", "computes": "while True: pass"}
+    seen = {}
+    for name, code in codes.items():
+        with subprocess.Popen([sys.executable, "-S", "-c", code]) as child:
+            seen[name] = ProcessActivity(child.pid)
+            time.sleep(0.3)
+            for _ in range(5):
+                time.sleep(0.1)
+                seen[name].look()
+            assert not seen[name].is_stopped
+            child.send_signal(signal.SIGSTOP)
+            stopped = ProcessActivity(child.pid)
+            for _ in range(5):
+                time.sleep(0.1)
+                stopped.look()
+            assert stopped.is_stopped and stopped.idle_seconds > 0.2
+            child.kill()
+    stopped.look()
+    assert stopped.idle_seconds == 0.0 and not stopped.is_stopped, "it has ended, and nothing is known of it"
+    assert seen["sleeps"].idle_seconds > 0.2 and seen["computes"].idle_seconds < 0.2

@@ -34,7 +34,7 @@ from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment, no_lost_replica
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote_workers import MOMENT, RemoteEngine, RemoteTrainer, WorkerRole
-from rondel.assemble.worker_devices import cores_per_worker, device_names, format_threads, usable_cores
+from rondel.assemble.worker_devices import cores_per_worker, device_names, format_threads, usable_cores, warn_if_crowded
 from rondel.assemble.workers import (
     ColocatedHost,
     EngineHost,
@@ -347,6 +347,8 @@ def _deploy_colocated(plan: DeploymentPlan) -> Deployment:
     names, on_cpu = plan.worker_devices(ranks), plan.device == "cpu"
     shares = cores_per_worker(ranks) if on_cpu else [()] * ranks
     each = plan.threads or (max(1, len(usable_cores()) // ranks) if on_cpu else None)
+    if on_cpu:
+        warn_if_crowded(ranks, 0)  # an engine takes turns with its rank
     cluster = ProcessCluster(plan.folder / "logs" if plan.folder else None, patience=job.place.patience)
     plan.ends.callback(cluster.close)
     workers = [
@@ -426,6 +428,8 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     in_all = plan.workers or workers
     shares: list[tuple[int, ...]] = cores_per_worker(in_all)[plan.before :] if on_cpu and not led else [()] * workers
     each = plan.threads or (max(1, len(usable_cores()) // in_all) if on_cpu else None)
+    if on_cpu and not led and not job.place.on_ray:
+        warn_if_crowded(ranks, engines * n)
     cluster = plan.make_cluster(workers, each)
     plan.ends.callback(cluster.close)
 

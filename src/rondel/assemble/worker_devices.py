@@ -7,6 +7,7 @@ import os
 import torch
 
 from rondel.core.errors import ConfigError
+from rondel.core.events import Warned, emit
 
 
 def usable_cores() -> list[int]:
@@ -20,6 +21,26 @@ def cores_per_worker(workers: int) -> list[tuple[int, ...]]:
     mine = usable_cores()
     each = len(mine) // workers
     return [tuple(mine[i * each : (i + 1) * each]) for i in range(workers)] if each else [()] * workers
+
+
+def warn_if_crowded(ranks: int, engines: int) -> None:
+    """Ranks compute at the same time and wait for each other, and so do the processes of the engines: beyond the cores
+    of this machine more of them make a run slower.
+    """
+    cores = len(usable_cores())
+    crowds = [
+        f"{n} {whose} processes ({key})"
+        for n, whose, key in ((ranks, "trainer", "place.ranks or place.mesh"), (engines, "engine", "place.engines"))
+        if n > cores
+    ]
+    if crowds:
+        emit(
+            Warned(
+                f"this machine has {cores} core{'s' * (cores != 1)} for {' and '.join(crowds)}: they take turns, which "
+                f"is slower than {cores} would be, and each needs its own memory. Use at most {cores}, or GPUs, or more "
+                'machines with place.cluster = "ray"'
+            )
+        )
 
 
 def device_names(device: str, workers: int) -> list[str]:

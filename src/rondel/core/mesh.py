@@ -41,7 +41,10 @@ class Mesh:
         if any(getattr(self, axis) < 1 for axis in (*AXES, "ep", "chunks")):
             raise ValueError(f"{self}: every axis is 1 or more")
         if self.chunks > 1 == self.pp:
-            raise ValueError(f"chunks = {self.chunks} are of stages: set pp to more than 1, or leave chunks out")
+            raise ValueError(
+                f"chunks = {self.chunks} divides each stage of a pipeline, and pp = 1 is no pipeline: set pp to 2 or "
+                "more, or leave chunks out"
+            )
         if self.shards * self.cp * self.tp % self.ep:
             raise ValueError(
                 f"ep = {self.ep} does not divide the {self.shards * self.cp * self.tp} ranks of a replica "

@@ -30,7 +30,8 @@ from typing import IO, Any
 from rondel.core.errors import SilentError
 from rondel.core.given_objects import pack_given
 from rondel.runtime.cluster import forkserver, frames
-from rondel.runtime.cluster.worker import PULSE, RemoteWorker
+from rondel.runtime.cluster.process_activity import ProcessActivity
+from rondel.runtime.cluster.worker import PULSE, STILL, RemoteWorker
 from rondel.runtime.stacks import SIGNAL
 from rondel.system.files import guard_write, make_folder
 
@@ -118,7 +119,9 @@ class ProcessWorker(RemoteWorker):
         self._pipe = Connection(ours.detach())
         self._outbox: queue.SimpleQueue[frames.Frame] = queue.SimpleQueue()
         self._sign: Any = None  # of what advances in the child, as it last said
-        self._heard, self._speaks = time.monotonic(), False  # one that has not spoken yet does not know the signal
+        self._heard = self._spoke = time.monotonic()  # progress; anything
+        self._activity: ProcessActivity | None = None  # while it is built
+        self._speaks = False  # one that has not spoken yet does not know the signal
         self._end = weakref.finalize(self, _end_process, self._process)
         self._outbox.put(frames.pack((name, cores, tells, pack_given())))
         self._made = self.ask("", make, args)
@@ -178,9 +181,9 @@ class ProcessWorker(RemoteWorker):
 
     def _take_message(self, number: int, kind: str, value: Any) -> None:
         """Nothing of it stays here while the next one is waited for: it may be an answer of a million tokens."""
-        self._speaks = True
+        self._speaks, self._spoke = True, time.monotonic()
         if kind != "pulse" or value != self._sign or not self._pending_verbs():
-            self._heard = time.monotonic()
+            self._heard = self._spoke
         self._sign = value if kind == "pulse" else self._sign
         if kind == "event":
             self._forward_event(value)
@@ -196,16 +199,37 @@ class ProcessWorker(RemoteWorker):
         """A worker that stands still says so through its silence, or by saying the same again and again."""
         while not self._over:
             time.sleep(min(PULSE, self._patience / 4))
-            if (silent := time.monotonic() - self._heard) > (limit := self._silence_limit) and (
-                waiting := self._pending_verbs()
-            ):
+            if (how := self._find_silence()) and (waiting := self._pending_verbs()):
                 self._mark_lost(
-                    f"worker {self._name} ({self._describe_process()}) gives no sign of life since {silent:.0f} s "
-                    f"(limit {limit:g} s), asked for: {waiting}",
+                    f"worker {self._name} ({self._describe_process()}) {how}, asked for: {waiting}",
                     SilentError,
                     self._dump_stacks,
                 )
                 self._process.kill()
+
+    def _find_silence(self) -> str:
+        """In what way it has been silent for too long; nothing if it has not.
+
+        The limit of one that is built is long, for imports and slow disks. That is for one that gives a pulse, or of
+        which the kernel knows that it does something: an import may hold the interpreter, and the pulse with it.
+        """
+        now = time.monotonic()
+        if (silent := now - self._heard) > (limit := self._silence_limit):
+            return f"gives no sign of life since {silent:.0f} s (limit {limit:g} s)"
+        if self._made.done() or not self._is_born:
+            return ""
+        activity = self._activity = self._activity or ProcessActivity(self.pid)
+        activity.look()
+        silent = min(activity.idle_seconds, now - self._spoke)
+        if silent > (limit := self._patience) and activity.is_stopped:
+            return f"is stopped by a signal or a debugger since {silent:.0f} s (limit {limit:g} s)"
+        if silent > (limit := max(self._patience, STILL)):
+            return f"neither answers nor computes nor reads since {silent:.0f} s (limit {limit:g} s)"
+        return ""
+
+    @property
+    def _is_born(self) -> bool:
+        return not isinstance(self._process, forkserver.ForkedProcess) or self._process.born.done()
 
     def _describe_process(self) -> str:
         try:

@@ -35,11 +35,13 @@ from rondel.core.errors import ConfigError, SilentError, WorkerError
 from rondel.core.events import Warned, emit, subscribe
 from rondel.core.given_objects import pack_given, unpack_given
 from rondel.runtime import busy
+from rondel.runtime.cluster.process_activity import ProcessActivity, pid_namespace
 from rondel.runtime.cluster.progress import WorkerProgress
 from rondel.runtime.cluster.worker import START, RemoteWorker
 from rondel.runtime.cluster.worker_main import portable_error
 from rondel.system.signals import ENDING
 
+NO_PROCESS = -1  # of which the kernel knows nothing
 RESERVE = 120.0  # seconds that the cluster may take to find room for all workers
 
 
@@ -279,6 +281,9 @@ class WorkerActor:
     async def where(self) -> str:
         return ray.util.get_node_ip_address()
 
+    async def find_process(self) -> tuple[str, int]:
+        return pid_namespace(), os.getpid()
+
     async def ping(self) -> Any:
         """A sign that differs from the last one if anything advanced."""
         if self.progress is None:
@@ -322,6 +327,8 @@ class RayWorker(RemoteWorker):
         super().__init__(name, patience)
         self._actor = actor
         self._refs: dict[int, Any] = {}
+        self._process = actor.find_process.remote()  # before it is built, when it answers nothing
+        self._activity: ProcessActivity | None = None  # if it is on this machine
         self._made = self.ask("", make, args)
         self._closed = threading.Event()
         works = (self._watch, *([self._listen] if tells else []))
@@ -387,20 +394,42 @@ class RayWorker(RemoteWorker):
         last, since = None, time.monotonic()
         while not self._closed.wait(self._patience / 4) and not self._over:
             limit = self._silence_limit
+            how = f"gives no sign of life for {limit:g} s"
             try:
-                sign = ray.get(self._actor.ping.remote(), timeout=max(0.1, since + limit - time.monotonic()))
+                sign = self._wait_for_sign(since + limit)
                 if sign != last or not self._pending_verbs():
                     last, since = sign, time.monotonic()
                 still = time.monotonic() - since > limit
             except GetTimeoutError:
                 still = True
+                if self._is_stopped():
+                    how = f"is stopped by a signal or a debugger for {self._patience:g} s"
             except Exception:
                 return
             if not still:
                 continue
             if waiting := self._pending_verbs():
-                self._mark_lost(
-                    f"worker {self._name} gives no sign of life for {limit:g} s, asked for: {waiting}", SilentError
-                )
+                self._mark_lost(f"worker {self._name} {how}, asked for: {waiting}", SilentError)
                 self._kill_actor()
             since = time.monotonic()
+
+    def _wait_for_sign(self, deadline: float) -> Any:
+        """GetTimeoutError if none comes, at once where it is known to be stopped."""
+        ping = self._actor.ping.remote()
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return ray.get(ping, timeout=max(0.1, min(left, self._patience / 4)))
+            except GetTimeoutError:
+                if left <= self._patience / 4 or self._is_stopped():
+                    raise
+
+    def _is_stopped(self) -> bool:
+        """For longer than patience, as the kernel of this machine tells it; False where it is on another."""
+        if self._activity is None:
+            if not ray.wait([self._process], timeout=0)[0]:
+                return False
+            namespace, pid = ray.get(self._process)
+            self._activity = ProcessActivity(pid if namespace and namespace == pid_namespace() else NO_PROCESS)
+        self._activity.look()
+        return self._activity.is_stopped and self._activity.idle_seconds > self._patience

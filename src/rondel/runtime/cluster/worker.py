@@ -16,7 +16,8 @@ from rondel.core.errors import WorkerError
 from rondel.core.events import Event, WorkerTime, emit
 
 PULSE = 1.0  # seconds between two signs of life
-START = 300.0  # seconds that a worker may be silent while it imports and loads, from a busy disk at times
+STILL = 60.0  # seconds without a pulse and without anything done after which one that is built counts as stuck
+START = 300.0  # seconds that a worker may go without progress while it imports and loads, from a busy disk at times
 
 
 class RemoteWorker:
