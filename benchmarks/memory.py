@@ -45,9 +45,10 @@ def main(argv: list[str] | None = None) -> None:
     rows = timeline.rows()
     peak = max(row["resident"] for row in rows.values())
     told = {"bench": "memory", "peak": peak, "planned": bill["peak"], "before": timeline.before, "phases": rows}
-    if not a.json:
+    if a.json:
+        print(json.dumps(told))
+    else:
         print_rows(told)
-    print(json.dumps(told))
 
 
 def print_rows(told: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ SMALL = {
     "generate": "--model {model} --groups 1 --group 2 --repeat 1 --work equal --eager",
     "gpu": "--size tiny --running 1,2 --context 8 --new 4 --rounds 1 --prompt 16",
     "kernels": "--size tiny --rounds 1 --only gate fp8",
+    "memory": f"{HERE.parent}/recipes/tiny.toml --loop.steps=1 --loop.warmup.steps=1 {TINY.replace('--set ', '--')}",
     "mesh": "--meshes pp=2 --families llama --rows grpo --groups 1 --samples 2",
     "overlap": f"--rounds 1 --steps 4 --tokens 4 --clock 0.02 --hidden 32 {TINY}",
     "parity": "--model {model} --prompts 1 --samples 1 --new 4",
