@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from rondel.core import time_account
     from rondel.core.config.job import Job
-    from rondel.core.events import StepDone, subscribe
+    from rondel.core.events import Event, StepDone, subscribe
     from rondel.driver import controller
     from rondel.runtime.journal import store
     from rondel.runtime.journal.log import read
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     spent: Counter[str] = Counter()  # of the RL steps: it begins anew when the warmup is over
     warm, marks = 0, []
 
-    def timed(reader: Callable[[Any], None]) -> Callable[[], None]:
+    def timed(reader: Callable[[Any], None], *kinds: type[Event]) -> Callable[[], None]:
         name = (
             type(owner).__name__
             if (owner := getattr(reader, "__self__", None)) is not None
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
             elif isinstance(event, StepDone) and event.step > warm and name == "Journal":
                 marks.append(time.process_time())
 
-        return subscribe(read_timed)
+        return subscribe(read_timed, *kinds)
 
     def counted(work: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **how: Any) -> Any:
