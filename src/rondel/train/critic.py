@@ -147,7 +147,7 @@ class Critic:
     def _split_batch(self, batch: TrainBatch, settings: TrainSettings) -> MicroBatches:
         return micro_batches(
             batch,
-            settings.micro_tokens,
+            settings.micro_budget(batch),
             share=settings.share_prompts,
             device=self.loaded.device,
             rank=self.ranks.data_rank,

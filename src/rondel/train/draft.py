@@ -39,7 +39,9 @@ class DraftTrainer:
             return {}
         self.weights.zero_grad()
         loss = 0.0
-        for packed in micro_batches(batch, policy.micro_tokens, share=policy.share_prompts, device=self.loaded.device):
+        for packed in micro_batches(
+            batch, policy.micro_budget(batch), share=policy.share_prompts, device=self.loaded.device
+        ):
             logprobs, _ = notes.forward(self.loaded, packed, temperature=policy.temperature)
             part = -logprobs.sum() / batch.total_tokens
             self.weights.backward(part)

@@ -134,9 +134,11 @@ class Offload:
     def on_device(self, model: LoadedModel | None) -> Iterator[None]:
         """For a pass of a frozen model."""
         if self.claim is None:
-            yield
-            if self.mapped is not None and model is self.beside["reference"]:
-                self.mapped.release()
+            try:
+                yield
+            finally:
+                if self.mapped is not None and model is self.beside["reference"]:
+                    self.mapped.release()
             return
         mine = self._own_tensors(model)
         self.host.fetch_tensors(mine)

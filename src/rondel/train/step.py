@@ -121,7 +121,7 @@ class LocalTrainer:
         )
         self.weights = ranks.make_masters(self.loaded.model, **settings.optimizer_options)
         self.publisher = WeightPublisher(self.loaded, ranks, transport, self.weights)
-        self.step_number = self.bad_steps = self._largest_group = 0
+        self.step_number = self.bad_steps = 0
         self.version = 0
         self.alarm = MismatchAlarm(settings.mismatch_bound, rounded=settings.rollout_format)
         self.coefs = AdaptiveCoefs()
@@ -136,10 +136,8 @@ class LocalTrainer:
 
     @property
     def settings(self) -> TrainSettings:
-        """Those of the step that comes: a supervised phase has its own, and a large group a micro-batch of its size."""
-        chosen = self.warmup if self.warmup is not None and self.step_number < self.main.first_step else self.main
-        whole = min(self._largest_group, chosen.micro_group)
-        return replace(chosen, micro_tokens=whole) if whole > chosen.micro_tokens else chosen
+        """Those of the step that comes: a supervised phase has its own."""
+        return self.warmup if self.warmup is not None and self.step_number < self.main.first_step else self.main
 
     @property
     def transport(self) -> Transport:
@@ -214,7 +212,7 @@ class LocalTrainer:
         self.offload.refuse_asleep("annotate")
         settings = self.settings
         how: dict[str, Any] = dict(
-            budget=settings.micro_tokens,
+            budget=settings.micro_budget(batch),
             temperature=settings.temperature,
             share=settings.share_prompts,
             ranks=self.ranks,
@@ -236,7 +234,7 @@ class LocalTrainer:
         if "ref_means" in needs:
             assert self.start is not None, "the row needs the reference, and the trainer was built without it"
             with self.offload.on_device(self.start):
-                notes.annotate_step_means(self.start, batch, budget=settings.micro_tokens, ranks=self.ranks)
+                notes.annotate_step_means(self.start, batch, budget=settings.micro_budget(batch), ranks=self.ranks)
         if "collisions" in needs:
             notes.annotate_collisions(self.loaded, batch, replay=settings.replay_routes, **how)
         if "ages" in needs:
@@ -257,7 +255,7 @@ class LocalTrainer:
                         teacher,
                         own,
                         number,
-                        budget=settings.micro_tokens,
+                        budget=settings.micro_budget(batch),
                         share=settings.share_prompts,
                         ranks=self.ranks,
                     )
@@ -272,7 +270,6 @@ class LocalTrainer:
         self.offload.refuse_asleep("step")
         if not batch.samples:
             return self._skip_step()
-        self._largest_group = batch.largest_group
         settings, sums, seconds = (
             self.settings,
             StepMetricSums(),
@@ -541,7 +538,7 @@ class LocalTrainer:
 
         packs = micro_batches(
             batch,
-            self.settings.micro_tokens,
+            self.settings.micro_budget(batch),
             share=self.settings.share_prompts,
             device=device,
             rank=self.ranks.data_rank,
