@@ -342,6 +342,27 @@ def test_a_build_that_hangs_with_the_interpreter_is_named_and_slow_ones_go_on(cl
         assert workers[way].now("add", 1) == 1, way
 
 
+class LateRank:
+    """Imports and loads when it joins, not when it is built."""
+
+    def join(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "has come"
+
+    def step(self, seconds: float) -> str:
+        return self.join(seconds)
+
+
+@pytest.mark.slow
+def test_a_rank_that_loads_while_it_joins_has_the_time_of_one_that_is_built(cluster):
+    """On a busy machine it is silent for longer than a step may be, and so is the one that waits for it."""
+    first, second = (cluster.spawn(f"trainer-{i}", LateRank) for i in range(2))
+    joins = [rank.ask("join", 4.0) for rank in (first, second)]
+    assert [join.result(30) for join in joins] == ["has come"] * 2
+    with pytest.raises(SilentError, match=r"no sign of life .* asked for: step"):
+        first.ask("step", 60.0).result(30)
+
+
 @LINUX
 @pytest.mark.slow
 def test_an_actor_of_this_machine_that_is_stopped_while_it_is_built_is_named_soon():
