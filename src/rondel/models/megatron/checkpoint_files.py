@@ -8,7 +8,9 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +144,17 @@ class ChunkReader(DefaultLoadPlanner):
         pass
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """torch warns of a process without a group, which is what `no_dist` says."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
 def read_chunks(reader: SafeReader, wanted: dict[Chunk, Tensor]) -> None:
-    load_planned({}, storage_reader=reader, planner=ChunkReader(wanted), no_dist=True)
+    with _alone():
+        load_planned({}, storage_reader=reader, planner=ChunkReader(wanted), no_dist=True)
 
 
 class ChunkWriter(DefaultSavePlanner):
@@ -189,6 +200,7 @@ class ChunkWriter(DefaultSavePlanner):
 def write_chunks(folder: Path, planner: ChunkWriter) -> None:
     """A checkpoint that Megatron-Core loads, in `folder`, which exists."""
     writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
-    save_planned({}, storage_writer=writer, planner=planner, no_dist=True)
+    with _alone():
+        save_planned({}, storage_writer=writer, planner=planner, no_dist=True)
     torch.save({}, folder / "common.pt")
     (folder / FORMAT).write_text(json.dumps(BACKEND), encoding="utf-8")
