@@ -84,7 +84,8 @@ def container_command(tool: str, name: str, limits: Limits, image: str, folder: 
         "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--security-opt", f"seccomp={seccomp_file()}", "--user", f"{user}:{user}", "--pids-limit", str(limits.processes + 2),
         "--memory", str(limits.memory), "--memory-swap", str(limits.memory), "--ulimit", f"fsize={limits.file}", "--ulimit", "core=0",
         "--ulimit", f"nofile={limits.open_files}", "--ulimit", f"nproc={most}", "--ulimit", f"cpu={int(limits.cpu + 1)}", *home,
-        "--tmpfs", f"/tmp:rw,nosuid,nodev,mode=1777,size={limits.disk}", "--workdir", HOME, *variables, image, *FIRST,
+        "--tmpfs", f"/tmp:rw,nosuid,nodev,mode=1777,size={limits.disk}", "--shm-size", f"{limits.disk}b",
+        "--tmpfs", "/sys/fs/cgroup:ro,nosuid,nodev,noexec,size=4k", "--workdir", HOME, *variables, image, *FIRST,
     ]  # fmt: skip
 
 
