@@ -11,6 +11,7 @@ from kits.runs import tiny
 from rondel.assemble import check
 from rondel.checks import recipe_check
 from rondel.checks import self_test as room
+from rondel.checks.layout_check import check_layouts
 from rondel.models.load import load_model
 from rondel.train import annotate
 from rondel.train.optim import MasterWeights
@@ -61,9 +62,7 @@ def test_a_mesh_over_which_the_model_cannot_lie_is_a_finding(tmp_path, model, me
     job = tiny(tmp_path, place__mesh=mesh, place__kind="split")
     loaded = load_model(model, dtype="float32")
     trainer = SimpleNamespace(loaded=loaded)
-    [found] = recipe_check._check_layout(
-        job, SimpleNamespace(trainer=trainer, placed=SimpleNamespace(trainers={"policy": trainer}))
-    )
+    [found] = check_layouts(job, SimpleNamespace(trainer=trainer, placed=SimpleNamespace(trainers={"policy": trainer})))
     assert found.what == "layout" and found.ok == (not said) and said in found.message
 
 

@@ -5,32 +5,28 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rondel.assemble.components import TOOLS, build
 from rondel.assemble.facts import batch_line
 from rondel.assemble.run_components import Components
+from rondel.checks.layout_check import check_layouts
 from rondel.checks.own_scores import check_own_scores
 from rondel.checks.self_test import self_test
 from rondel.checks.special_token_check import all_tasks, read_as_text
 from rondel.core.config.job import Job
-from rondel.core.errors import CheckpointError, ConfigError, EnvError, ModelError, RondelError, SandboxError
-from rondel.core.mesh import Mesh
+from rondel.core.errors import CheckpointError, EnvError, RondelError, SandboxError
 from rondel.core.protocols import DemonstratingEnv, SelfScoringEnv
 from rondel.core.types import Failed, Group, Slot, Task
 from rondel.driver.rollouts import prepare, rollouts_of
 from rondel.generate.envs.python import python_tool
-from rondel.models.step_head import StepHead
-from rondel.models.tensor_parallel import check_tensor_parallel
 from rondel.planner.resolve import free_memory
 from rondel.runtime.devices import prepare_process
 from rondel.runtime.sandbox.recipe import describe, sandbox_of
 from rondel.score import code_sandboxes
 from rondel.score.preflight import GROUPS, CheckFinding, check_reward
 from rondel.train.checkpoint import Checkpoints
-from rondel.train.mesh_checks import check_layout
 
 
 def check(job: Job, *, asked: bool = False) -> list[CheckFinding]:
@@ -52,38 +48,12 @@ def check(job: Job, *, asked: bool = False) -> list[CheckFinding]:
         if told := read_as_text(all_tasks(parts.tasks, parts.shown), parts.model_info.tokenizer):
             found.append(CheckFinding("control tokens", True, told))
         found += [CheckFinding(f"policy {name}", True, _describe_policy(parts, name)) for name in job.policies]
-        found += _check_layout(job, parts)
+        found += check_layouts(job, parts)
         found += _check_sandboxes(job)
         found += asyncio.run(_check_live(parts, asked=asked))
         return [*found, _check_memory(parts), _check_disk(parts)]
     finally:
         parts.close()
-
-
-def _check_layout(job: Job, parts: Components) -> list[CheckFinding]:
-    """Whether the models, which lie whole here, can be cut as the ranks of the run will cut them."""
-    mesh, tp, found = job.place.mesh.to_mesh(job.place.ranks), job.place.engine_tp, list[CheckFinding]()
-    if mesh.world > 1:
-        found.append(_try_layout(f"place.mesh = {mesh}", lambda: _check_models(parts, mesh)))
-    if tp > 1:
-        loaded = parts.trainer.loaded
-        what = f"place.engines: tp = {tp}"
-        found.append(_try_layout(what, lambda: check_tensor_parallel(loaded.model, tp, "engines of one process")))
-    return found
-
-
-def _check_models(parts: Components, mesh: Mesh) -> None:
-    for trainer in parts.placed.trainers.values():
-        if not isinstance(trainer.loaded.head, StepHead):
-            check_layout(trainer.loaded, mesh)
-
-
-def _try_layout(what: str, attempt: Callable[[], None]) -> CheckFinding:
-    try:
-        attempt()
-    except (ConfigError, ModelError) as error:
-        return CheckFinding("layout", False, str(error), "docs/place.md says what can be cut how")
-    return CheckFinding("layout", True, f"{what}: heads, experts and layers divide")
 
 
 def _describe_policy(parts: Components, name: str) -> str:

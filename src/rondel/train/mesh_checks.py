@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import ConfigError, ModelError
 from rondel.core.mesh import Mesh
-from rondel.models.expert_parallel import check_experts
-from rondel.models.layer_split import layers_of_stage
-from rondel.models.tensor_parallel import check_tensor_parallel
 from rondel.system import sockets
 
 if TYPE_CHECKING:
@@ -38,16 +35,6 @@ def refuse_mesh(loaded: LoadedModel, mesh: Mesh) -> None:
     ):
         if found:
             raise ConfigError(f"place.mesh = {mesh}: {what}. Use shards or replicas instead")
-
-
-def check_layout(loaded: LoadedModel, mesh: Mesh) -> None:
-    """What its ranks would refuse of a model that lies whole here. Raises ConfigError, ModelError."""
-    refuse_mesh(loaded, mesh)
-    check_tensor_parallel(loaded.model, mesh.tp)
-    if mesh.ep > 1:
-        check_experts(loaded.model, mesh.ep)
-    if mesh.pp > 1:
-        layers_of_stage(loaded.model, loaded.decoder, mesh.pp, 0, chunks=mesh.chunks)
 
 
 @contextmanager
