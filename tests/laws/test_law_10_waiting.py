@@ -14,6 +14,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ from rondel.core.types import Task
 from rondel.models.rendezvous import Rendezvous
 from rondel.runtime.cluster import process
 from rondel.runtime.cluster.forkserver import NEVER_BORN, ForkedProcess
-from rondel.runtime.cluster.process import ProcessCluster
+from rondel.runtime.cluster.process import ProcessCluster, ProcessWorker
 from rondel.runtime.cluster.process_activity import ProcessActivity
 from rondel.runtime.stacks import SIGNAL, StackDumper, format_thread_stacks
 from rondel.system.threads import current_frames
@@ -300,6 +302,25 @@ def test_a_busy_worker_is_not_a_stopped_one(cluster):
     """Arithmetic that holds the event loop is work, not silence."""
     worker = cluster.spawn("part", time_waster)
     assert worker.now("burn", 3.0) == "done"
+
+
+def test_a_controller_that_was_stopped_itself_takes_nobody_for_silent(monkeypatch):
+    """Ctrl-Z and fg: what the workers said meanwhile lies in their pipes, and is read a moment later."""
+    worker = object.__new__(ProcessWorker)
+    clock = {"now": 100.0, "stands": [100.0, 0.0, 0.0, 3.0]}
+    lost = []
+
+    def sleep(seconds):
+        clock["now"] += seconds + clock["stands"].pop(0)
+        worker._over = "the end" * (not clock["stands"])
+
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: clock["now"], sleep=sleep))
+    worker._over, worker._patience, worker._heard, worker._spoke = "", 2.0, 100.0, 100.0
+    worker._asked, worker._guard, worker._made = {1: ("step", None)}, threading.Lock(), Future()
+    worker._made.set_result(None)
+    monkeypatch.setattr(ProcessWorker, "_find_silence", lambda self: lost.append(clock["now"] - self._heard))
+    worker._watch()
+    assert lost == [0.5, 1.0, 1.5, 2.0]
 
 
 # -- while they are built --------------------------------------------------------------------------

@@ -197,8 +197,13 @@ class ProcessWorker(RemoteWorker):
 
     def _watch(self) -> None:
         """A worker that stands still says so through its silence, or by saying the same again and again."""
+        every = min(PULSE, self._patience / 4)
+        looked = time.monotonic()
         while not self._over:
-            time.sleep(min(PULSE, self._patience / 4))
+            time.sleep(every)
+            if (stood := time.monotonic() - looked - every) > PULSE:  # this process itself: Ctrl-Z, a laptop that slept
+                self._heard, self._spoke = self._heard + stood, self._spoke + stood
+            looked = time.monotonic()
             if (how := self._find_silence()) and (waiting := self._pending_verbs()):
                 self._mark_lost(
                     f"worker {self._name} ({self._describe_process()}) {how}, asked for: {waiting}",
