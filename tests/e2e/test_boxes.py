@@ -350,6 +350,7 @@ def test_the_command_of_a_container_takes_everything_away():
     for needed in (
         "--network none", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges", "--user ", "--pids-limit 11",
         f"--memory {128 << 20}", f"--memory-swap {128 << 20}", "--ulimit core=0", "--tmpfs /box:rw,nosuid,nodev",
+        f"--ulimit data={256 << 20}", f"--shm-size {Limits().disk}b", "--tmpfs /sys/fs/cgroup:ro",
     ):  # fmt: skip
         assert needed in text, needed
     assert command[-4:-1] == ["image", "sh", "-c"] and "--privileged" not in text and "--user 0" not in text

@@ -537,16 +537,18 @@ def test_recipes_that_cannot_be_are_refused_by_name(tmp_path, changes, said):
 
 
 def test_a_server_of_two_processes(tmp_path):
-    """Its follower reads its part from the folder alone; weights come from another folder; it ends with its follower."""
+    """Its follower reads its part from the folder alone, experts apart or not; weights come from another folder; it ends
+    with its follower.
+    """
     pytest.importorskip("openai")
     from kits.serve import Server, until
 
-    loaded = whole("llama")
+    loaded = whole("mixtral")
     later = Publisher(twin(loaded))
     later.train()
     for name, model in (("first", loaded), ("second", later.loaded)):
         save_model(model, tmp_path / name)
-    server = Server(tmp_path / "first", tmp_path, "--tp", "2", "--kv-pages", "512")
+    server = Server(tmp_path / "first", tmp_path, "--tp", "2", "--ep", "2", "--kv-pages", "512")
     try:
         for number, model in enumerate((loaded, later.loaded)):
             if number:

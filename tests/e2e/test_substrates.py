@@ -21,6 +21,7 @@ from rondel.core.errors import SandboxError
 from rondel.core.sandbox_types import Limits
 from rondel.core.types import Score, Task, Trajectory
 from rondel.generate.envs.python import python_tool
+from rondel.runtime.sandbox import oci_runtime
 from rondel.runtime.sandbox.inside.filter import TABLE
 from rondel.runtime.sandbox.oci_runtime import bundle_config
 from rondel.runtime.sandbox.recipe import describe, sandbox_of
@@ -47,6 +48,7 @@ def test_a_bundle_takes_everything_away(tmp_path):
     refused = {name for rule in linux["seccomp"]["syscalls"] for name in rule["names"]}
     assert refused >= {row.split()[0] for row in TABLE.splitlines()} | {"clone", "clone3", "socket"}
     assert linux["resources"]["devices"] == [{"allow": False, "access": "rwm"}]
+    assert {"type": "RLIMIT_DATA", "soft": Limits().memory, "hard": Limits().memory} in spec["process"]["rlimits"]
     assert not any(mount["type"] == "bind" for mount in spec["mounts"]), "nothing of the host but the root"
     assert "seccomp" not in bundle_config(Limits(), tmp_path, None, uid=1, gvisor=True)["linux"]
 
@@ -108,6 +110,16 @@ def test_limits_hold_in_a_container(sandbox):
         assert cell.call("while True: print('x' * 99)").limit == "output" and not cell.alive
     finally:
         cell.kill()
+
+
+@pytest.mark.slow
+def test_without_control_groups_memory_is_held_for_each_process_and_that_is_said(sandbox, monkeypatch):
+    """A plain user has none: rootless containers held no memory at all, and nobody said so."""
+    whole = sandbox.cell(Limits()).grouped
+    assert ("memory" in describe(sandbox)) != whole
+    monkeypatch.setattr(oci_runtime, "make_group", lambda name, limits: ({}, None))
+    monkeypatch.setattr(sandbox, "_waiting", None, raising=False)
+    assert describe(sandbox).endswith("memory is held for each process only")
 
 
 @pytest.mark.slow

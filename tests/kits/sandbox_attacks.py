@@ -79,7 +79,7 @@ ATTACKS = [
     Attack("/sys", "held(lambda: open('/sys/kernel/uevent_helper', 'w')); held(lambda: os.listdir('/sys'))", NONE),
     Attack("/proc/sys", "for name in ('sys/kernel/core_pattern', 'sysrq-trigger', 'sys/kernel/hostname'):\n    held(lambda: open('/proc/' + name, 'w').write('|/box/x'))", r"(held: (FileNotFoundError 2|PermissionError 13|OSError 30)\n){3}"),
     Attack("memory of the kernel", "for name in ('/dev/mem', '/dev/kmem', '/dev/kmsg', '/proc/kcore', '/dev/vda', '/dev/sda'):\n    held(lambda: open(name, 'rb').read(1))", rf"({NONE}\n){{6}}"),
-    Attack("control groups", "held(lambda: os.listdir('/sys/fs/cgroup')); held(lambda: open('/sys/fs/cgroup/pids/cgroup.procs', 'w').write('0'))", rf"{NONE}\n{NONE}"),
+    Attack("control groups", "held(lambda: os.listdir('/sys/fs/cgroup') or open('/nothing is in it')); held(lambda: open('/sys/fs/cgroup/pids/cgroup.procs', 'w').write('0'))", rf"{NONE}\n{NONE}"),
     # -- what it may not write
     Attack("write outside", "for name in ('/x', '/etc/passwd', '/usr/x', '/dev/x', '/proc/x', sys.executable, os.__file__):\n    held(lambda: open(name, 'a'))", r"(held: (FileNotFoundError 2|PermissionError (1|13)|OSError (30|26))\n){7}"),
     Attack("name with a newline", "for name in ('a\\nb', '-rf *', '\\x1b[2J', 'é' * 100, '..\\n'):\n    open(name, 'w').write('x')\nprint(len(os.listdir('.')))", r"\| 5\n"),

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ from rondel.core.types import Task
 from rondel.models.rendezvous import Rendezvous
 from rondel.runtime.cluster import process
 from rondel.runtime.cluster.forkserver import NEVER_BORN, ForkedProcess
-from rondel.runtime.cluster.process import ProcessCluster
+from rondel.runtime.cluster.process import ProcessCluster, ProcessWorker
 from rondel.runtime.cluster.process_activity import ProcessActivity
 from rondel.runtime.stacks import SIGNAL, StackDumper, format_thread_stacks
 from rondel.system.threads import current_frames
@@ -302,6 +304,25 @@ def test_a_busy_worker_is_not_a_stopped_one(cluster):
     assert worker.now("burn", 3.0) == "done"
 
 
+def test_a_controller_that_was_stopped_itself_takes_nobody_for_silent(monkeypatch):
+    """Ctrl-Z and fg: what the workers said meanwhile lies in their pipes, and is read a moment later."""
+    worker = object.__new__(ProcessWorker)
+    clock = {"now": 100.0, "stands": [100.0, 0.0, 0.0, 3.0]}
+    lost = []
+
+    def sleep(seconds):
+        clock["now"] += seconds + clock["stands"].pop(0)
+        worker._over = "the end" * (not clock["stands"])
+
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: clock["now"], sleep=sleep))
+    worker._over, worker._patience, worker._heard, worker._spoke = "", 2.0, 100.0, 100.0
+    worker._asked, worker._guard, worker._made = {1: ("step", None)}, threading.Lock(), Future()
+    worker._made.set_result(None)
+    monkeypatch.setattr(ProcessWorker, "_find_silence", lambda self: lost.append(clock["now"] - self._heard))
+    worker._watch()
+    assert lost == [0.5, 1.0, 1.5, 2.0]
+
+
 # -- while they are built --------------------------------------------------------------------------
 
 
@@ -342,6 +363,27 @@ def test_a_build_that_hangs_with_the_interpreter_is_named_and_slow_ones_go_on(cl
         assert workers[way].now("add", 1) == 1, way
 
 
+class LateRank:
+    """Imports and loads when it joins, not when it is built."""
+
+    def join(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "has come"
+
+    def step(self, seconds: float) -> str:
+        return self.join(seconds)
+
+
+@pytest.mark.slow
+def test_a_rank_that_loads_while_it_joins_has_the_time_of_one_that_is_built(cluster):
+    """On a busy machine it is silent for longer than a step may be, and so is the one that waits for it."""
+    first, second = (cluster.spawn(f"trainer-{i}", LateRank) for i in range(2))
+    joins = [rank.ask("join", 4.0) for rank in (first, second)]
+    assert [join.result(30) for join in joins] == ["has come"] * 2
+    with pytest.raises(SilentError, match=r"no sign of life .* asked for: step"):
+        first.ask("step", 60.0).result(30)
+
+
 @LINUX
 @pytest.mark.slow
 def test_an_actor_of_this_machine_that_is_stopped_while_it_is_built_is_named_soon():
@@ -351,11 +393,11 @@ def test_an_actor_of_this_machine_that_is_stopped_while_it_is_built_is_named_soo
 
     cluster = RayCluster(2, patience=2.0)
     try:
-        stopped, slow = (cluster.spawn(name, SlowPart, "sleep", 15.0) for name in ("engine-0", "engine-1"))
+        stopped, slow = (cluster.spawn(f"engine-{i}", SlowPart, "sleep", seconds) for i, seconds in enumerate((90, 8)))
         _, pid = ray.get(stopped._process, timeout=60)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(SilentError, match=r"worker engine-0 is stopped by a signal .* asked for: build"):
-            stopped._made.result(12)
+            stopped._made.result(60)
         assert slow.now("add", 1) == 1
     finally:
         cluster.close()

@@ -57,6 +57,8 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel train recipes/tiny.toml": "reduced",
     "rondel train recipes/tiny.toml --place.kind=split --loop.max_staleness=1 --algo.correction.kind=importance --run.folder=runs/apart": "reduced",
     "rondel view runs/tiny --limit 4": "whole",
+    "rondel convert checkpoints/run/iter_0000100 runs/converted --like Qwen/Qwen3-0.6B": "parsed: it needs a checkpoint and the hub; tests/units/test_megatron_convert.py converts such",
+    "rondel convert Qwen/Qwen3-0.6B runs/megatron": "parsed: it needs the hub; tests/units/test_megatron_convert.py converts such",
     "rondel doctor --cluster": "parsed: it would join whatever Ray cluster runs; tests/e2e/test_doctor_cluster.py runs it",
     "rondel train recipes/cartpole.toml": "parsed: tests/e2e/test_control.py runs it smaller",
     "rondel train recipes/cartpole_model.toml": "parsed: tests/e2e/test_learned_worlds.py runs it smaller",

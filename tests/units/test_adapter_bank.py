@@ -144,8 +144,8 @@ def test_a_server_with_aligned_numerics_gives_the_same_bits_in_company() -> None
         for request, done in zip(asked, together):
             alone = asyncio.run(served.engine.generate(replace(request)))
             assert (alone.tokens, alone.logprobs) == (done.tokens, done.logprobs)
-    for wrong in ({"numerics": "exact"}, {"numerics": "aligned", "tp": 2}):
-        with pytest.raises(UserError, match="--numerics"), ExitStack() as ends:
+    for wrong in ({"numerics": "exact"}, {"numerics": "aligned", "tp": 2}, {"ep": 2}, {"ep": 2, "tp": 4}):
+        with pytest.raises(UserError, match="--ep 2 with --tp" if "ep" in wrong else "--numerics"), ExitStack() as ends:
             open_engine("nowhere", ServerSettings(**wrong), ends)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from kits.runs import tiny
 from rondel.assemble import check
 from rondel.checks import recipe_check
 from rondel.checks import self_test as room
+from rondel.checks.layout_check import check_layouts
+from rondel.models.load import load_model
 from rondel.train import annotate
 from rondel.train.optim import MasterWeights
 
@@ -37,6 +41,38 @@ def test_a_sound_recipe_passes(tmp_path, changes):
 
 def failing(tmp_path, **changes) -> set[str]:
     return {what for what, (ok, _) in lines(tmp_path, **changes).items() if not ok}
+
+
+LLAMA = {"random": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+MIXTURE = {"random": "mixtral", "num_local_experts": 4, "hidden_size": 32, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "said"),
+    [
+        (LLAMA, {"tp": 16}, "tp = 16 does not divide"),
+        (LLAMA, {"ep": 2}, "no experts that ep could lay apart"),
+        (LLAMA, {"pp": 3}, "2 layers: every stage needs one"),
+        (MIXTURE, {"ep": 3}, "ep = 3 does not divide the 4 experts"),
+        (MIXTURE, {"tp": 2, "ep": 2, "pp": 2}, ""),
+    ],
+)
+def test_a_mesh_over_which_the_model_cannot_lie_is_a_finding(tmp_path, model, mesh, said):
+    """The check runs on one rank, which alone would not notice."""
+    job = tiny(tmp_path, place__mesh=mesh, place__kind="split")
+    loaded = load_model(model, dtype="float32")
+    trainer = SimpleNamespace(loaded=loaded)
+    [found] = check_layouts(job, SimpleNamespace(trainer=trainer, placed=SimpleNamespace(trainers={"policy": trainer})))
+    assert found.what == "layout" and found.ok == (not said) and said in found.message
+
+
+@pytest.mark.slow
+def test_the_layout_is_checked_with_all_else(tmp_path):
+    how = {"place__mesh": {"tp": 16}, "place__kind": "split", "place__engines": {"count": 1, "tp": 2}}
+    found = [f for f in check(tiny(tmp_path, **(SMALL | how))) if f.what == "layout"]
+    assert [f.ok for f in found] == [False, True] and "tp = 16 does not divide the 4 attention heads" in found[
+        0
+    ].message
 
 
 def test_weights_that_move_are_found(tmp_path, monkeypatch):

@@ -49,6 +49,7 @@ class ServerSettings:
     prefill_tokens: int = 2048
     speculative: str = "off"
     tp: int = 1
+    ep: int = 1
     compile: bool = False
     drain: float = 30.0
     limits: RequestLimits = field(default_factory=RequestLimits)
@@ -70,6 +71,10 @@ class ServedEngine:
 def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: ExitStack) -> ServedEngine:
     """A model in an engine on a device of its own, until `ends` closes."""
     _check_numerics(settings)
+    if settings.ep not in (1, settings.tp):
+        raise UserError(
+            f"--ep {settings.ep} with --tp {settings.tp}: experts lie apart on the processes of --tp; give both the same"
+        )
     device_name = pick_device(settings.device)
     own, threads = _rank_devices(device_name, settings), settings.threads
     if settings.tp > 1 and threads is None:
@@ -83,7 +88,8 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
         refuse_blocks(loaded.name, loaded.blocks)
     else:
         cluster = partial(ProcessCluster, patience=PATIENCE)
-        ranks = EngineRanks(RankSettings("engine", own, cluster, threads), end_process, transports)
+        how = RankSettings("engine", own, cluster, threads, experts_apart=settings.ep > 1)
+        ranks = EngineRanks(how, end_process, transports)
         ends.callback(ranks.close, device)
         loaded = ranks.load(model, settings.dtype, device)
     if settings.numerics == "aligned":

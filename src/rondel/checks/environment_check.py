@@ -90,7 +90,7 @@ class _Check:
             CheckFinding(
                 "blocking",
                 not stalls.longest,
-                f"the event loop stood still for {stalls.longest:.2f} s at {stalls.where}"
+                f"the event loop stood still for {stalls.describe()}"
                 if stalls.longest
                 else "other episodes go on meanwhile",
                 "await what waits, or call it through asyncio.to_thread: one that blocks stops every episode of the "

@@ -11,6 +11,7 @@ from typing import Any
 from rondel.assemble.components import TOOLS, build
 from rondel.assemble.facts import batch_line
 from rondel.assemble.run_components import Components
+from rondel.checks.layout_check import check_layouts
 from rondel.checks.own_scores import check_own_scores
 from rondel.checks.self_test import self_test
 from rondel.checks.special_token_check import all_tasks, read_as_text
@@ -47,6 +48,7 @@ def check(job: Job, *, asked: bool = False) -> list[CheckFinding]:
         if told := read_as_text(all_tasks(parts.tasks, parts.shown), parts.model_info.tokenizer):
             found.append(CheckFinding("control tokens", True, told))
         found += [CheckFinding(f"policy {name}", True, _describe_policy(parts, name)) for name in job.policies]
+        found += check_layouts(job, parts)
         found += _check_sandboxes(job)
         found += asyncio.run(_check_live(parts, asked=asked))
         return [*found, _check_memory(parts), _check_disk(parts)]

@@ -56,6 +56,10 @@ def run(
     tp: Annotated[
         int, typer.Option(min=1, max=64, help="Processes that share every matrix (tensor parallel), one a GPU.")
     ] = 1,
+    ep: Annotated[
+        int,
+        typer.Option(min=1, max=64, help="As many as --tp: experts of a mixture lie whole on one of these processes."),
+    ] = 1,
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter that clients ask for as a model.")
     ] = None,
@@ -126,6 +130,7 @@ def run(
             speculative=speculative,
             compile=compile,
             tp=tp,
+            ep=ep,
             drain=drain,
             adapters=_parse_adapters(adapter or [], enable_adapters),
             limits=RequestLimits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),

@@ -13,18 +13,22 @@ from rondel.system.threads import current_frames
 
 LATE = 0.25  # seconds
 EVERY = 0.02
+SHOWN = 5  # places that are named
 OURS = str(Path(__file__).parents[1])
 LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 class EventLoopWatchdog:
-    """`with Stalls() as stalls: await ...` -> stalls.longest, and stalls.where: "my_env.py:12 in run".
+    """`with EventLoopWatchdog() as stalls: await ...` -> stalls.longest, and stalls.describe(): "1.0 s at my_env.py:12".
 
-    Only code that is neither this house's nor Python's counts, without the time that the machine was busy elsewhere.
+    Only code that is neither Rondel's nor Python's counts, without the time that the machine was busy elsewhere.
+    Each place counts by itself: a library that was slow once does not hide the line that blocks.
+
+    seconds_at  place -> longest time in seconds that the loop stood still there
     """
 
     def __init__(self) -> None:
-        self.longest, self.where, self._beat = 0.0, "", time.monotonic()
+        self.seconds_at, self._beat = dict[str, float](), time.monotonic()
         self._over = threading.Event()
         self._loop, self._queue = threading.get_ident(), Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._waited = self._in_queue()
@@ -40,6 +44,17 @@ class EventLoopWatchdog:
         self._over.set()
         self._pulse.cancel()
 
+    @property
+    def longest(self) -> float:
+        """Seconds; 0 where the loop stood still nowhere."""
+        return max(self.seconds_at.values(), default=0.0)
+
+    def describe(self) -> str:
+        """Its longest places, the longest first: "1.03 s at my_env.py:12 in run, 0.31 s at client.py:7 in get"."""
+        places = sorted(self.seconds_at.items(), key=lambda place: -place[1])
+        more = f" and at {len(places) - SHOWN} other places" if len(places) > SHOWN else ""
+        return ", ".join(f"{seconds:.2f} s at {where}" for where, seconds in places[:SHOWN]) + more
+
     async def _beat_forever(self) -> None:
         while True:
             self._beat, self._waited = time.monotonic(), self._in_queue()
@@ -48,9 +63,9 @@ class EventLoopWatchdog:
     def _watch_loop(self) -> None:
         while not self._over.wait(EVERY):
             late = time.monotonic() - self._beat - (self._in_queue() - self._waited)
-            if late > max(LATE, self.longest) and (frame := _foreign_frame(current_frames().get(self._loop))):
-                self.longest = late
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+            if late > LATE and (frame := _foreign_frame(current_frames().get(self._loop))):
+                where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+                self.seconds_at[where] = max(self.seconds_at.get(where, 0.0), late)
 
     def _in_queue(self) -> float:
         """Seconds that the loop's thread was ready to run and another had the processor;

@@ -56,27 +56,34 @@ def expert_parameters(model: nn.Module) -> list[str]:
     return [f"{name}.{own}" for name, experts in routed_experts(model).items() for own, _ in experts.named_parameters()]
 
 
-def cut_experts(model: Any, ranks: RankGroup, twins: RankGroup | None = None, *, exchange: bool = True) -> TensorCuts:
-    """Keep this rank's experts of a whole model, in place. `twins`: who has the same rows, by tensor parallel. `exchange`:
-    tokens travel; else all ranks have the same ones.
-
-    Raises ModelError where there are none that can be cut, or ranks do not divide them.
+def check_experts(model: Any, ep: int, *, exchange: bool = True) -> dict[str, nn.Module]:
+    """The mixtures of a model whose experts `ep` ranks share. Raises ModelError where there are none that can be cut, or
+    ranks do not divide them. `exchange`: as `cut_experts` has it.
     """
-    found, kind = TensorCuts(ranks, sequence=False), model.config.model_type
-    mixtures = routed_experts(model)
+    kind, mixtures = model.config.model_type, routed_experts(model)
     if not mixtures:
         instead = "use place.mesh with shards, cp or tp instead of ep" if exchange else "leave ep out"
         raise ModelError(
             f"model type '{kind}' has no experts that ep could lay apart (it has none, or their weights are not joined "
             f"in tensors [experts, ...]): {instead}"
         )
+    for experts in mixtures.values():
+        if (count := next(experts.parameters()).shape[0]) % ep:
+            raise ModelError(
+                f"ep = {ep} does not divide the {count} experts of a layer of model type '{kind}': take an ep that does"
+            )
+    return mixtures
+
+
+def cut_experts(model: Any, ranks: RankGroup, twins: RankGroup | None = None, *, exchange: bool = True) -> TensorCuts:
+    """Keep this rank's experts of a whole model, in place. `twins`: who has the same rows, by tensor parallel. `exchange`:
+    tokens travel; else all ranks have the same ones.
+
+    Raises ModelError where there are none that can be cut, or ranks do not divide them.
+    """
+    found, mixtures = TensorCuts(ranks, sequence=False), check_experts(model, ranks.size, exchange=exchange)
     for name, experts in mixtures.items():
         count = next(experts.parameters()).shape[0]
-        if count % ranks.size:
-            raise ModelError(
-                f"ep = {ranks.size} does not divide the {count} experts of a layer of model type '{kind}': take an ep "
-                "that does"
-            )
         cut = ShardCut(0)
         for own, whole in [*experts.named_parameters(recurse=False)]:
             with torch.no_grad():

@@ -96,16 +96,26 @@ def cut_model(
             every = {f"{prefix}{name}.{n}" for n, _ in block.named_parameters()}
             found.partial |= every - found.cuts.keys() - {*apart}
     if not found.cuts:
-        raise ModelError(
-            f"model type '{model.config.model_type}' has no plan for tensor parallelism, and no matrices under the "
-            f"names that have one everywhere (q_proj ... down_proj): use {instead}"
-        )
+        raise _uncut(model, instead)
     for run in runs if sequence else ():
         run[0].register_forward_pre_hook(functools.partial(_keep_own_rows, ranks), with_kwargs=True)
         run[-1].register_forward_hook(functools.partial(_gather_all_rows, ranks))
     _cut_vocabulary(model, found)
     found.shapes = {name: shapes[name] for name in found.cuts}
     return found
+
+
+def check_tensor_parallel(model: Any, tp: int, instead: str = MESH) -> None:
+    """What `cut_model` would refuse of a model that lies whole here, or on "meta". Raises ModelError."""
+    if tp > 1 and not _planned_cuts(decoder_of(model), model.config.get_text_config(), tp, set()):
+        raise _uncut(model, instead)
+
+
+def _uncut(model: Any, instead: str) -> ModelError:
+    return ModelError(
+        f"model type '{model.config.model_type}' has no plan for tensor parallelism, and no matrices under the names "
+        f"that have one everywhere (q_proj ... down_proj): use {instead}"
+    )
 
 
 # -- what is cut how -----------------------------------------------------------------------------

@@ -197,8 +197,13 @@ class ProcessWorker(RemoteWorker):
 
     def _watch(self) -> None:
         """A worker that stands still says so through its silence, or by saying the same again and again."""
+        every = min(PULSE, self._patience / 4)
+        looked = time.monotonic()
         while not self._over:
-            time.sleep(min(PULSE, self._patience / 4))
+            time.sleep(every)
+            if (stood := time.monotonic() - looked - every) > PULSE:  # this process itself: Ctrl-Z, a laptop that slept
+                self._heard, self._spoke = self._heard + stood, self._spoke + stood
+            looked = time.monotonic()
             if (how := self._find_silence()) and (waiting := self._pending_verbs()):
                 self._mark_lost(
                     f"worker {self._name} ({self._describe_process()}) {how}, asked for: {waiting}",
@@ -210,13 +215,13 @@ class ProcessWorker(RemoteWorker):
     def _find_silence(self) -> str:
         """In what way it has been silent for too long; nothing if it has not.
 
-        The limit of one that is built is long, for imports and slow disks. That is for one that gives a pulse, or of
+        The limit of one that is built or loads is long, for imports and slow disks. That is for one that gives a pulse, or of
         which the kernel knows that it does something: an import may hold the interpreter, and the pulse with it.
         """
         now = time.monotonic()
         if (silent := now - self._heard) > (limit := self._silence_limit):
             return f"gives no sign of life since {silent:.0f} s (limit {limit:g} s)"
-        if self._made.done() or not self._is_born:
+        if not self._is_starting or not self._is_born:
             return ""
         activity = self._activity = self._activity or ProcessActivity(self.pid)
         activity.look()

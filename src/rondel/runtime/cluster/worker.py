@@ -18,6 +18,7 @@ from rondel.core.events import Event, WorkerTime, emit
 PULSE = 1.0  # seconds between two signs of life
 STILL = 60.0  # seconds without a pulse and without anything done after which one that is built counts as stuck
 START = 300.0  # seconds that a worker may go without progress while it imports and loads, from a busy disk at times
+STARTS = {"join", "load", "open"}  # verbs in which it does so; in a role's name, too: "trainer.join"
 
 
 class RemoteWorker:
@@ -101,7 +102,14 @@ class RemoteWorker:
     @property
     def _silence_limit(self) -> float:
         """Seconds that it may be silent now."""
-        return self._patience if self._made.done() else max(self._patience, START)
+        return max(self._patience, START) if self._is_starting else self._patience
+
+    @property
+    def _is_starting(self) -> bool:
+        """It is built, or all that it is asked for is a part of that: it imports and loads, which shows no progress."""
+        with self._guard:
+            asked = {verb.rpartition(".")[2] for verb, _ in self._asked.values()}
+        return not self._made.done() or (bool(asked) and asked <= STARTS)
 
     def _pending_verbs(self) -> str:
         with self._guard:

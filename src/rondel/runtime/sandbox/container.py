@@ -14,7 +14,7 @@ from typing import Any
 
 from rondel.core.errors import SandboxError
 from rondel.core.sandbox_types import BoxUsage, Limits
-from rondel.runtime.sandbox.external import ENV, FIRST, HOME, ContainerSandbox, KeptProcess
+from rondel.runtime.sandbox.external import ENV, FIRST, GO_BYTES, HOME, ContainerSandbox, KeptProcess
 from rondel.runtime.sandbox.image_store import is_layout, manifest_of
 from rondel.runtime.sandbox.oci_seccomp import seccomp_file
 from rondel.runtime.sandbox.usage import is_hybrid
@@ -83,8 +83,10 @@ def container_command(tool: str, name: str, limits: Limits, image: str, folder: 
         *client(tool), "run", "--interactive", "--rm", "--name", name, "--network", "bridge" if limits.network else "none", "--read-only",
         "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--security-opt", f"seccomp={seccomp_file()}", "--user", f"{user}:{user}", "--pids-limit", str(limits.processes + 2),
         "--memory", str(limits.memory), "--memory-swap", str(limits.memory), "--ulimit", f"fsize={limits.file}", "--ulimit", "core=0",
-        "--ulimit", f"nofile={limits.open_files}", "--ulimit", f"nproc={most}", "--ulimit", f"cpu={int(limits.cpu + 1)}", *home,
-        "--tmpfs", f"/tmp:rw,nosuid,nodev,mode=1777,size={limits.disk}", "--workdir", HOME, *variables, image, *FIRST,
+        "--ulimit", f"nofile={limits.open_files}", "--ulimit", f"nproc={most}", "--ulimit", f"cpu={int(limits.cpu + 1)}",
+        "--ulimit", f"data={limits.memory + GO_BYTES}", *home,  # of each process: a plain user's engine may have no control groups
+        "--tmpfs", f"/tmp:rw,nosuid,nodev,mode=1777,size={limits.disk}", "--shm-size", f"{limits.disk}b",
+        "--tmpfs", "/sys/fs/cgroup:ro,nosuid,nodev,noexec,size=4k", "--workdir", HOME, *variables, image, *FIRST,
     ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from rondel.core.errors import SandboxError, UserError
 from rondel.core.sandbox_types import BoxFileError, BoxUsage, CommandResult, Limits
 from rondel.runtime.sandbox.relay import RelayedProgram
 
+GO_BYTES = 128 << 20  # of memory that a runtime written in Go takes for itself before it becomes the command
 HOME = "/box"
 ENV = {
     "HOME": HOME, "TMPDIR": "/tmp", "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",

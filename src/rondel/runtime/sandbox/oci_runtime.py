@@ -24,7 +24,7 @@ from typing import Any
 
 from rondel.core.errors import BoxError, SandboxError
 from rondel.core.sandbox_types import BoxUsage, Limits
-from rondel.runtime.sandbox.external import ENV, FIRST, HOME, ContainerSandbox, KeptProcess
+from rondel.runtime.sandbox.external import ENV, FIRST, GO_BYTES, HOME, ContainerSandbox, KeptProcess
 from rondel.runtime.sandbox.image_store import root_of
 from rondel.runtime.sandbox.inside.groups import ROOT, make_group, remove_groups
 from rondel.runtime.sandbox.oci_seccomp import seccomp
@@ -82,7 +82,8 @@ class OciContainer(ContainerSandbox):
         remove_old_bundles()
         self._bundle, self._count = tempfile.mkdtemp(prefix=f"{BUNDLES}{os.getpid()}-"), itertools.count()
         try:
-            spec = bundle_config(limits, root, folder, uid=uid, gvisor=own == "runsc")
+            go = 0 if own == "crun" else GO_BYTES
+            spec = bundle_config(limits, root, folder, uid=uid, gvisor=own == "runsc", own_bytes=go)
             self._process = spec["process"]
             Path(self._bundle, "config.json").write_text(json.dumps(spec))
             keeper = ["sh", "-c", KEEPER, "keeper", self._bundle, str(len(self._groups)), *self._groups]
@@ -149,9 +150,11 @@ def remove_old_bundles() -> None:
 
 
 def bundle_config(
-    limits: Limits, root: Path, folder: str | Path | None, *, uid: int, gvisor: bool = False
+    limits: Limits, root: Path, folder: str | Path | None, *, uid: int, gvisor: bool = False, own_bytes: int = 0
 ) -> dict[str, Any]:
-    """config.json. For a root the box's user is a number that nobody has; else a user namespace of one number."""
+    """config.json. For a root the box's user is a number that nobody has; else a user namespace of one number.
+    `own_bytes`: what a process is of the runtime's before it is the box's.
+    """
     real = is_real_root()
     user = {"uid": uid, "gid": uid} if real else {"uid": 0, "gid": 0}
     # owned by the box's user: runc gives the place the mode of the image's folder, whatever is asked for
@@ -197,6 +200,7 @@ def bundle_config(
                 for kind, value in (
                     ("CORE", 0), ("FSIZE", limits.file), ("NOFILE", limits.open_files), ("CPU", int(limits.cpu + 1)),
                     ("NPROC", limits.processes + 2), ("MSGQUEUE", 0), ("MEMLOCK", 1 << 16), ("RTPRIO", 0),
+                    ("DATA", limits.memory + own_bytes),  # of each process: a plain user has no control groups
                 )
             ],
         },

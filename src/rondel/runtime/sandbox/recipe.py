@@ -26,6 +26,19 @@ from rondel.runtime.sandbox.probe import find_isolation
 Spec = str | dict[str, Any]
 PATHS = ("image", "kernel", "root")  # settings that may name something beside the recipe
 TRIAL = "print(6 * 7)"
+# bytes in several processes at once, each of which touches its own: how many of them were allowed to
+HOLDING = """
+import os, time
+def hold():
+    try: x = bytearray({bytes})
+    except MemoryError: os._exit(1)
+    for i in range(0, len(x), 4096): x[i] = 1
+    time.sleep(0.5); os._exit(0)
+children = [os.fork() or hold() for _ in range({processes})]
+print(sum(os.waitpid(one, 0)[1] == 0 for one in children))
+"""
+SERVICES = ("microvm", "vm", "http")  # whose memory is that of the machine that they are
+TRIED = 96 << 20  # bytes that the box of a trial may have
 
 
 def sandbox_of(value: Spec = "process", where: str = "sandbox") -> Sandbox:
@@ -67,11 +80,12 @@ def describe(sandbox: Sandbox) -> str:
         return find_isolation(walls[sandbox.kind]).summary_line()
     prepare(sandbox)
     began = time.perf_counter()
-    cell = sandbox.cell(Limits(wall=60))
+    cell = sandbox.cell(Limits(wall=60, memory=TRIED))
     try:
         started = time.perf_counter()
         ran = cell.call(TRIAL, wall=30)
         ended = time.perf_counter()
+        held = "" if sandbox.kind in SERVICES else _describe_memory(cell)
     finally:
         cell.kill()
     if ran.stdout != b"42\n":
@@ -79,4 +93,13 @@ def describe(sandbox: Sandbox) -> str:
         raise SandboxError(f"a box of kind '{sandbox.kind}' does not answer {TRIAL}: {said}; its image needs python3")
     own = Path(getattr(cell, "tool", sandbox.settings.get("provider", sandbox.kind))).name
     milliseconds = (1e3 * (started - began), 1e3 * (ended - started))
-    return f"{sandbox.kind} by {own}: a box in %.0f ms, its first answer in %.0f ms" % milliseconds
+    return f"{sandbox.kind} by {own}: a box in %.0f ms, its first answer in %.0f ms{held}" % milliseconds
+
+
+def _describe_memory(cell: Any) -> str:
+    """What the limit of memory, tried, does not hold here; an engine of a plain user may have no control groups."""
+    together = cell.call(HOLDING.format(bytes=TRIED // 2, processes=3), wall=30)
+    if together.stdout != b"3\n":
+        return ""
+    alone = cell.call(HOLDING.format(bytes=4 * TRIED, processes=1), wall=30)
+    return "; memory is not held" if alone.stdout == b"1\n" else "; memory is held for each process only"
