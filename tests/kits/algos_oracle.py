@@ -46,7 +46,9 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
     advantages = token_advantages(row, batch)
     anchor = {"behavior": mu, "reference": ref}.get(row.ratio.anchor, old)
     gap = [o - m for o, m in zip(old, mu, strict=True)]
-    if type(row.correction).__name__ in MASKS:
+    if type(row.correction).__name__ == "LeastLikely":
+        weights = least_likely(row.correction, old, [h.item() for h in entropy])
+    elif type(row.correction).__name__ in MASKS:
         rule = MASKS[type(row.correction).__name__]
         ages = batch.age_T.tolist()
         weights = [
@@ -428,6 +430,15 @@ def fresh(rule, old, mu, a, gaps, age):
     return 0.0 if rule.oldest is not None and age > rule.oldest else 0.5 ** (age / rule.half_life)
 
 
+def least_likely(rule, old: list[float], entropy: list[float]) -> list[float]:
+    """OPSA as its authors write it: a stable order, then A_max + (A_min - A_max)·rank, here without the sign."""
+    chosen = sorted(range(len(old)), key=old.__getitem__)[: max(1, math.floor(rule.share * len(old)))]
+    nats = [entropy[t] for t in chosen]
+    spread = max(nats) - min(nats)
+    rank = {t: (entropy[t] - min(nats)) / spread if spread > 1e-12 else 1.0 for t in chosen}
+    return [-(-rule.least + (-rule.most + rule.least) * rank[t]) if t in rank else 0.0 for t in range(len(old))]
+
+
 MASKS = {"BinaryKlMask": kpop, "VariationMask": vaco, "Freshness": fresh}
 
 
@@ -555,6 +566,7 @@ SURROGATES = {
     "Clip": clip,
     "PolicyGradient": lambda rule, *, lp, a, **_: -a * lp,
     "LogLikelihood": lambda rule, *, lp, **_: -lp,
+    "WholeLikelihood": lambda rule, *, lp, **_: -lp,
     "ClippedWeight": lambda rule, *, lp, x, a, **_: -bounded(math.exp(x.item()), 1 - rule.low, 1 + rule.high) * a * lp,
     "SoftGate": gate,
     "GeometricMean": geometric,

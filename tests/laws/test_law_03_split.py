@@ -366,7 +366,7 @@ def test_decided_over_the_update_or_in_the_micro_batch_is_the_same_where_no_row_
     )
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "forking", "m2po", "normalised"])
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "forking", "m2po", "opsa", "normalised"])
 def test_a_choice_within_each_micro_batch_would_break_the_law(name):
     """The counter-example: what compares samples, decided locally, is another gradient."""
     row = (

@@ -55,6 +55,9 @@ class Component:
     counts_groups: ClassVar[bool] = False
     """Of an aggregate: it is called with (lengths_N, group_N), for it counts the tokens of a group."""
 
+    whole_distribution: ClassVar[bool] = False
+    """Of a surrogate: log pi is the model's own, at temperature 1 over its whole vocabulary, not the sampler's."""
+
     counts_samples: ClassVar[bool] = False
     """Of an aggregate: its denominator is a number of samples, so one that is masked is counted out again."""
 
@@ -67,6 +70,9 @@ class Component:
     def idle(self) -> Mapping[str, str]:
         """Knobs that change nothing as things stand, and why."""
         return {}
+
+    def refuse_beside(self, parts: Mapping[str, Any]) -> None:
+        """Raise a ConfigError, with its remedy, where the row has `parts`, by family, that this one cannot work with."""
 
     @property
     def slope(self) -> str:

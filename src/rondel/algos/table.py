@@ -35,6 +35,7 @@ from rondel.algos.entropy import EntropyBonus
 from rondel.algos.gae import Gae, Returns
 from rondel.algos.group_advantages import AgentBaseline, BatchNorm, Classify, Redistribute, SoftValue
 from rondel.algos.kl import Kl
+from rondel.algos.least_likely import LeastLikely
 from rondel.algos.mask_corrections import BinaryKlMask, Freshness, VariationMask
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.off_policy_surrogates import CappedWeight, CenteredScore, Guided, SecondMoment, Tapered
@@ -44,7 +45,7 @@ from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.reward_transforms import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeight, SquaredGap, UnboundedPositive
-from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient
+from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient, WholeLikelihood
 from rondel.algos.tensors import Tensor
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
 from rondel.algos.turn_advantages import StepGroups, TokenBaseline, TurnGae
@@ -95,6 +96,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "clip": Clip,
         "policy_gradient": PolicyGradient,
         "log_likelihood": LogLikelihood,
+        "whole_likelihood": WholeLikelihood,
         "clipped_weight": ClippedWeight,
         "soft_gate": SoftGate,
         "geometric_mean": GeometricMean,
@@ -121,6 +123,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "binary_kl_mask": BinaryKlMask,
         "variation_mask": VariationMask,
         "freshness": Freshness,
+        "least_likely": LeastLikely,
     },
     "kl": {"kl": Kl},
     "entropy": {"bonus": EntropyBonus},
@@ -181,6 +184,8 @@ class Algorithm:
                 f"would be weighed twice. "
                 "Remove the correction, or let ratio.anchor be 'proximal' and the surrogate read the ratio"
             )
+        for part in self.parts.values():
+            part.refuse_beside({**self.parts, "terms": self.terms})
 
     @cached_property
     def parts(self) -> dict[str, Any]:
@@ -487,6 +492,15 @@ SCORE_CENTERING = replace(
     surrogate=CenteredScore(),
     aggregate=TokenMean(),
 )
+OPSA = replace(
+    GRPO,
+    name="opsa",
+    paper="arXiv:2608.31046",
+    advantage=Constant(-1.0),
+    correction=LeastLikely(),
+    aggregate=TokenMean(),
+)
+SSD = replace(SFT, name="ssd", paper="arXiv:2604.01193", surrogate=WholeLikelihood())
 RAE = replace(REINFORCE, name="rae", paper="arXiv:2506.24119", advantage=AgentBaseline())
 GIGPO = replace(GRPO, name="gigpo", paper="arXiv:2505.10978", advantage=StepGroups())
 TURN_PPO = replace(PPO, name="turn_ppo", paper="https://github.com/areal-project/AReaL/pull/1600", advantage=TurnGae())
@@ -506,6 +520,7 @@ TABLE = {
         *(VESPO, LUSPO, DRPO, UP, FIPO, VACO, KPOP, A_STAR_PO, REAL, SCALERL),
         *(GAR, RAE, GIGPO, TURN_PPO, OTB, IW_OPD, SDAR, ECHO),
         *(SCORE_CENTERING, SDFT, OPSD, SDPO, RLSD),
+        *(OPSA, SSD),
         *(FLOW_GRPO, DDRL, DDPO),
     )
 }

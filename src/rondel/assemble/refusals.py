@@ -37,6 +37,7 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     _check_critic(job, rows.main)
     _check_teacher(job, rows, sampling)
     _check_behavior_top(job, rows)
+    _check_whole_distribution(rows, sampling)
     _check_policies(job, rows)
     refuse_formats(job, rows)
     for row in rows.all_rows:
@@ -447,6 +448,17 @@ def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
     for holds, rule in rules:
         if not holds:
             raise ConfigError(f"algo.surrogate needs the likeliest tokens of every draw, and {rule}")
+
+
+def _check_whole_distribution(rows: AlgorithmRows, sampling: Sampling) -> None:
+    """A trainer computes log-probabilities at one temperature: the sampler's, or 1 for a row that learns the model's own."""
+    kinds = {row.surrogate.whole_distribution: row.name for row in rows.all_rows}
+    if len(kinds) > 1 and (sampling.temperature != 1 or sampling.truncates_support):
+        raise ConfigError(
+            f"'{kinds[True]}' learns the model's own distribution at temperature 1, and '{kinds[False]}' that of the "
+            f"sampler (temperature = {sampling.temperature:g}, top_k = {sampling.top_k}, top_p = {sampling.top_p:g}): "
+            "give all sources rows of one kind, or sample with temperature = 1, top_k = 0 and top_p = 1"
+        )
 
 
 def _check_replays(job: Job, row: Algorithm) -> None:

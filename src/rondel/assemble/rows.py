@@ -47,7 +47,9 @@ class AlgorithmRows:
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset().union(*(row.needs for row in self.all_rows))
+        """Of all rows; and "whole_distribution" where the main one learns the model's own."""
+        whole = {"whole_distribution"} if self.main.surrogate.whole_distribution else set()
+        return frozenset(whole).union(*(row.needs for row in self.all_rows))
 
 
 def rows_of(job: Job) -> AlgorithmRows:

@@ -279,6 +279,13 @@ class TrainBatch:
         """Whether the proximal log-probabilities are with the samples."""
         return all(s.known.proximal is not None for s in self.samples)
 
+    def restore_vocabulary(self) -> None:
+        """Forget what truncation cut off when the tokens were drawn: their log-probabilities become those of the whole
+        distribution.
+        """
+        for sample in self.samples:
+            sample.support = None
+
     def trainable_samples(self, row: Algorithm) -> TrainBatch:
         """The samples that give a gradient: all, or those that were not cut off where the row masks truncated ones."""
         return TrainBatch([s for s in self.samples if not s.truncated]) if row.mask_truncated else self

@@ -370,6 +370,8 @@ class LocalTrainer:
         """
         for update in updates:
             for row, _, share in update.split_by_row(algo):
+                if row.surrogate.whole_distribution:
+                    share.restore_vocabulary()
                 self._annotate(share, row.needs | more)
         known: dict[str, float] = {}
         for row, _, share in batch.split_by_row(algo):

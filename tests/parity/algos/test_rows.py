@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kits.algos import F64, Ragged, lively, near, slope, tensor
+from kits.algos import F64, STANDS_ALONE, Ragged, lively, near, slope, tensor
 from kits.algos_oracle import naive
 from rondel.algos import aggregate as aggregates
 from rondel.algos import correction, group_advantages, kl, mask_corrections, table, turn_advantages
 from rondel.algos.entropy import EntropyBonus
+from rondel.algos.least_likely import LeastLikely
 from rondel.algos.objective import objective, tokens_of
 from rondel.algos.off_policy_surrogates import Tapered
 from rondel.algos.ratio import SequenceRatio, TokenRatio
@@ -56,7 +57,7 @@ def variants():
         row = lively(row)
         yield pytest.param(row, id=row.name)
         takes_weights = "behavior" not in {*row.surrogate.reads, row.ratio.anchor}
-        for i, penalty in enumerate(KLS):
+        for i, penalty in enumerate(KLS if row.name not in STANDS_ALONE else ()):
             rule = CORRECTIONS[i % len(CORRECTIONS)] if takes_weights else correction.OffPolicyMask(0.05)
             full = replace(row, kl=penalty, entropy=BONUSES[i % len(BONUSES)], correction=rule)
             if isinstance(row.surrogate, Clip):
@@ -91,6 +92,8 @@ def variants():
         yield pytest.param(replace(table.GRPO, correction=rule), id=str(rule))
     for how in (group_advantages.BatchNorm("rewards"), turn_advantages.StepGroups(0.7, 0.8)):
         yield pytest.param(replace(table.GRPO, advantage=how, aggregate=aggregates.PromptMean()), id=str(how))
+    for rule in (LeastLikely(0.5, 0.5, 0.5), LeastLikely(1.0, 0.2, 3.0)):
+        yield pytest.param(replace(table.OPSA, correction=rule), id=str(rule))
     yield pytest.param(replace(table.TOPR, surrogate=Tapered("token", above=0.5)), id="topr, token")
     yield pytest.param(replace(table.KIMI, surrogate=MirrorDescent(0.5, "token")), id="kimi, token")
 

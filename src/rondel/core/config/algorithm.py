@@ -65,7 +65,7 @@ class AlgorithmConfig(ConfigSection):
     correction: dict[str, Any] = Field(
         {},
         description="weight for tokens that other weights or another numeric path sampled: none, importance, "
-        "off_policy_mask, binary_kl_mask, variation_mask, freshness",
+        "off_policy_mask, binary_kl_mask, variation_mask, freshness; or of tokens that are singled out: least_likely",
     )
     kl: dict[str, Any] = Field(
         {},

@@ -93,7 +93,7 @@ class TaskConfig(ConfigSection):
     )
     filters: list[str | dict[str, Any]] = Field(
         [],
-        description='beside the row\'s own: signal, truncated, repetition, or "module:name"; with settings: '
+        description='beside the row\'s own: signal, truncated, repetition, stub, or "module:name"; with settings: '
         '{ kind = "module:name", ... }',
     )
     system: str | None = Field(None, description="a system message for prompts that bring none")
