@@ -14,11 +14,13 @@ from rondel.algos.correction import Importance
 from rondel.algos.distill import FullDistill, ScaledAdvantage
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.group_advantages import AgentBaseline, Redistribute
+from rondel.algos.kl_regression import KlRegression
 from rondel.algos.mask_corrections import BinaryKlMask
 from rondel.algos.masked_surrogates import ClipCov, KlCov
 from rondel.algos.objective import decide_update, objective
 from rondel.algos.off_policy_surrogates import CenteredScore
 from rondel.algos.prompt_norm import PromptNorm
+from rondel.algos.question_value import QuestionValue
 from rondel.algos.reward_transforms import Overlong
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeight, SquaredGap, UnboundedPositive
@@ -154,6 +156,10 @@ class Ragged:
         """Log-probabilities of every word, by the behavior."""
         return self._whole(self.others_3T[1], 1.3)
 
+    def draws_TM(self, count: int) -> Tensor:
+        """Words that might have been drawn beside each token."""
+        return (torch.arange(len(self.logits_TV))[:, None] * 3 + 7 * torch.arange(count) ** 2) % 5
+
     @property
     def teacher_TV(self) -> Tensor:
         """Log-probabilities of every word, by the teacher."""
@@ -204,6 +210,9 @@ class Ragged:
         if row.surrogate.behavior_top:
             likeliest = self.behavior_TV[at_T].topk(min(5, row.surrogate.behavior_top), -1)
             known = known.with_fields(top_ids=likeliest.indices, top_behavior=likeliest.values)
+        if row.surrogate.behavior_draws:
+            ids_TM = self.draws_TM(row.surrogate.behavior_draws)[at_T]
+            known = known.with_fields(top_ids=ids_TM, top_behavior=self.behavior_TV[at_T].gather(-1, ids_TM))
         if noted:
             known, _ = decide_update(row, known)
         counted_N = aggregate.counted_tokens(scored.lengths_N, known.counts)
@@ -216,7 +225,7 @@ class Ragged:
                 "logprobs": logps[:, 0],
                 "entropy": -(logps.exp() * logps).sum(-1),
             }
-            if row.surrogate.behavior_top:
+            if known.top_ids is not None:
                 own["top_logprobs"] = logps.gather(-1, own["top_ids"])
             if isinstance(row.distill, FullDistill):
                 own["full_kl"] = row.divergence(logps.exp(), self.teacher_TV[at_T[here]])[0]
@@ -247,6 +256,8 @@ def lively(row: Algorithm) -> Algorithm:
         "a_star_po": {"surrogate": SquaredGap(0.3)},
         "gar": {"advantage": Redistribute("half", most=1.2)},
         "score_centering": {"surrogate": CenteredScore(0.8, 1.2, top=3)},
+        "klpo": {"surrogate": KlRegression(beta=0.3, draws=4)},
+        "codapo": {"advantage": QuestionValue(above=0.4)},
         "sdft": {"distill": FullDistill(beta=0.5, top=3, tail=False)},
         "rlsd": {"distill": ScaledAdvantage(0.6, 0.3)},
         "ddpo": {
@@ -276,7 +287,7 @@ TOGETHER = correction.Importance(
 # their own show: that no split changes their formulas is enough
 FORMULAS_ONLY = {
     *("vespo", "luspo", "drpo", "up", "fipo", "vaco", "a_star_po", "real", "gar", "rae", "gigpo", "iw_opd", "echo"),
-    *("score_centering", "sdft", "opsd", "sdpo", "rlsd", "ddpo", "ssd"),
+    *("score_centering", "sdft", "opsd", "sdpo", "rlsd", "ddpo", "ssd", "codapo", "klpo"),
 }
 
 # rows that refuse a KL and what weighs tokens beside them

@@ -70,6 +70,7 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
         spread = [row_ratio(row, x, mates[s], s) for s in mates[t]]
         own = row_ratio(row, x, mates[t], t)
         loss = centered(row.surrogate, logps[t], batch.behavior_TV[t].tolist(), a, drift[mates[t].index(t)], guided)
+        loss = loss if loss is not None else regressed(row.surrogate, batch, logps, mates[t], t, a)
         loss = loss if loss is not None else SURROGATES[type(row.surrogate).__name__](
             row.surrogate, lp=logp[t], x=own, a=a, score=score, guided=guided, chosen=chosen[t],
             drift=logp[t].item() - mu[t], drifts=drift, xs=spread, at=mates[t].index(t),
@@ -135,6 +136,48 @@ def centered(rule, logps: Tensor, log_q: list[float], a: float, drift: float, gu
     of_tail = bounded(1 / rho, rule.low, rule.high) * rho
     mean_score = mean_score - of_tail * sum(own * logps[v] for v, own in enumerate(p))
     return -a * (bounded(math.exp(drift), rule.low, rule.high) * logps[0] - (0.0 if guided else mean_score))
+
+
+def regressed(rule, batch: Ragged, logps: Tensor, mates: list[int], t: int, a: float) -> Tensor | None:
+    """KLPO as TRL's trainer has it, a token and a word at a time; `mates` are the tokens of the answer."""
+    if type(rule).__name__ != "KlRegression":
+        return None
+    log_q, mu, words = batch.behavior_TV.tolist(), batch.others_3T[1].tolist(), range(5)
+    old = batch.others_3T[0].tolist()
+    shown = batch.guided_N.repeat_interleave(batch.lengths_N).tolist()
+    ell = {u: logps[u, 0].item() - (old[u] if shown[u] else mu[u]) for u in mates}
+    draws = batch.draws_TM(rule.draws).tolist()
+
+    def parts(u: int) -> tuple[Tensor, Tensor]:
+        """(z of the token route, k with its gradient)."""
+        if rule.estimator == "mc":
+            own = [logps[u, v] for v in draws[u]]
+            return logps[u, 0] - mean(own), mean([log_q[u][v] - logps[u, v] for v in draws[u]])
+        if rule.estimator == "binary":
+            p = math.exp(logps[u, 0].item())
+            q = math.exp(logps[u, 0].item() - ell[u])
+            k = -q * ell[u] + (1 - q) * math.log((1 - q) / (1 - p))
+            return (1 - q) / (1 - p) * logps[u, 0], torch.tensor(k, dtype=F64)
+        head = sorted(words, key=lambda v: -log_q[u][v])[: rule.top]
+        q = {v: math.exp(log_q[u][v]) for v in head}
+        tail_q, tail_p = max(1 - sum(q.values()), 1e-6), 1 - sum(logps[u, v].exp() for v in head)
+        tail_p = tail_p if tail_p.item() > 1e-6 else torch.tensor(1e-6, dtype=F64)
+        k = sum(q[v] * (log_q[u][v] - logps[u, v]) for v in head) + tail_q * (math.log(tail_q) - tail_p.log())
+        rho = tail_q / tail_p.item()
+        return logps[u, 0] - sum((q[v] - rho * math.exp(logps[u, v].item())) * logps[u, v] for v in head), k
+
+    if rule.route == "token":
+        return -(a - rule.beta * ell[t]) * parts(t)[0]
+    if rule.estimator != "mc":
+        residual = a - rule.beta * sum(ell[u] + parts(u)[1].item() for u in mates)
+        return -residual * (parts(t)[0] if rule.estimator == "binary" else logps[t, 0] + parts(t)[1])
+    columns = range(rule.draws)
+    residuals = [
+        a - rule.beta * sum(ell[u] + log_q[u][draws[u][j]] - logps[u, draws[u][j]].item() for u in mates)
+        for j in columns
+    ]
+    others = [mean([residuals[i] for i in columns if i != j]) for j in columns]
+    return -mean([others[j] * (logps[t, 0] - logps[t, draws[t][j]]) for j in columns])
 
 
 def apart(rule, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -212,6 +255,8 @@ def rewarded(row: Algorithm, batch: Ragged) -> list[float]:
         each = whiten(sums) if sums else []
     elif name == "Preference":
         each = preferred(rule, batch, shaped)
+    elif name == "QuestionValue":
+        each = [valued(rule, batch, shaped, rewards, i, m) for i, m in enumerate(mates)]
     elif name == "BatchNorm":
         apart = [shaped[i] - mean([shaped[j] for j in mates[i]]) for i in range(len(group))]
         each = [a / (std(apart if rule.over == "deviations" else shaped) + rule.eps) for a in apart]
@@ -226,6 +271,18 @@ def rewarded(row: Algorithm, batch: Ragged) -> list[float]:
     else:
         each = [one(rule, name, i, shaped, mates[i], lengths, group, mates) for i in range(len(group))]
     return [each[i] for i, n in enumerate(lengths) for _ in range(n)]
+
+
+def valued(rule, batch: Ragged, shaped: list[float], rewards: list[float], i: int, mates: list[int]) -> float:
+    """CoDaPO: confidence, difficulty, and GRPO's advantage."""
+    mu, lengths = batch.others_3T[1].tolist(), batch.lengths_N.tolist()
+    starts = [sum(lengths[:j]) for j in range(len(lengths))]
+    sure = [mean(mu[starts[j] : starts[j] + lengths[j]]) for j in mates if lengths[j]]
+    right = batch.parts[rule.part].tolist() if rule.part else rewards
+    difficulty = 1 - mean([float(right[j] > rule.above) for j in mates])
+    value = (math.exp(mean(sure)) if sure else 1.0) * (1 - 4 * (difficulty - 0.5) ** 2)
+    peers = [shaped[j] for j in mates]
+    return (value + rule.delta) * (shaped[i] - mean(peers)) / (std(peers) + rule.eps)
 
 
 def by_prompt(rule, prompts: list[str], shaped: list[float], groups: list[int]) -> list[float]:

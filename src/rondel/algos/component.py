@@ -90,6 +90,11 @@ class Component:
         return 0
 
     @property
+    def behavior_draws(self) -> int:
+        """Of a surrogate: how many more draws of the same distribution it needs at each draw; 0 for none."""
+        return 0
+
+    @property
     def anchor(self) -> str:
         """Of a ratio: "proximal", "behavior" or "reference", whose log-probability the policy's is compared with."""
         return "proximal"

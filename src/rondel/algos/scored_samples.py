@@ -102,6 +102,12 @@ class ScoredSamples:
     state_T: Tensor | None = None
     agents: tuple[str, ...] = ()  # N: who acted
     tasks: tuple[str, ...] = ()  # N: what was asked; the same task comes back in later steps
+    unshaped_N: Tensor | None = None  # the rewards as they were given; None: nothing shaped them
+
+    @property
+    def given_N(self) -> Tensor:
+        """[N] the rewards before anything shaped them."""
+        return self.rewards_N if self.unshaped_N is None else self.unshaped_N
 
     @property
     def token_rewards(self) -> Tensor:

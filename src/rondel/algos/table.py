@@ -35,12 +35,14 @@ from rondel.algos.entropy import EntropyBonus
 from rondel.algos.gae import Gae, Returns
 from rondel.algos.group_advantages import AgentBaseline, BatchNorm, Classify, Redistribute, SoftValue
 from rondel.algos.kl import Kl
+from rondel.algos.kl_regression import KlRegression
 from rondel.algos.least_likely import LeastLikely
 from rondel.algos.mask_corrections import BinaryKlMask, Freshness, VariationMask
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.off_policy_surrogates import CappedWeight, CenteredScore, Guided, SecondMoment, Tapered
 from rondel.algos.override import checked_bool, filter_names, loss_terms, override_knobs
 from rondel.algos.prompt_norm import PromptNorm
+from rondel.algos.question_value import QuestionValue
 from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.reward_transforms import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.scored_samples import ScoredSamples
@@ -82,6 +84,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "token_baseline": TokenBaseline,
         "preference": Preference,
         "prompt_norm": PromptNorm,
+        "question_value": QuestionValue,
     },
     "distill": {
         "distill": Distill,
@@ -115,6 +118,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "future_kl": FutureKl,
         "squared_gap": SquaredGap,
         "centered_score": CenteredScore,
+        "kl_regression": KlRegression,
     },
     "correction": {
         "none": NoCorrection,
@@ -286,7 +290,7 @@ class Algorithm:
             assert scored.behavior_T is not None and scored.ref_T is not None
             cost_T = self.kl.token_cost(scored.behavior_T, scored.ref_T).to(earned_T.dtype)
             earned_T, shaped_N = earned_T - cost_T, shaped_N - scored.sum_by_sample(cost_T)
-        return replace(scored, rewards_N=shaped_N, earned_T=earned_T)
+        return replace(scored, rewards_N=shaped_N, earned_T=earned_T, unshaped_N=scored.given_N)
 
     def advantages_T(self, scored: ScoredSamples) -> Tensor:
         """The advantage of every trainable token, in the order of the samples."""
@@ -501,6 +505,8 @@ OPSA = replace(
     aggregate=TokenMean(),
 )
 SSD = replace(SFT, name="ssd", paper="arXiv:2604.01193", surrogate=WholeLikelihood())
+CODAPO = replace(GRPO, name="codapo", paper="arXiv:2606.07950", advantage=QuestionValue())
+KLPO = replace(REINFORCE, name="klpo", paper="https://yifanzhang-pro.github.io/KLPO", surrogate=KlRegression())
 RAE = replace(REINFORCE, name="rae", paper="arXiv:2506.24119", advantage=AgentBaseline())
 GIGPO = replace(GRPO, name="gigpo", paper="arXiv:2505.10978", advantage=StepGroups())
 TURN_PPO = replace(PPO, name="turn_ppo", paper="https://github.com/areal-project/AReaL/pull/1600", advantage=TurnGae())
@@ -520,7 +526,7 @@ TABLE = {
         *(VESPO, LUSPO, DRPO, UP, FIPO, VACO, KPOP, A_STAR_PO, REAL, SCALERL),
         *(GAR, RAE, GIGPO, TURN_PPO, OTB, IW_OPD, SDAR, ECHO),
         *(SCORE_CENTERING, SDFT, OPSD, SDPO, RLSD),
-        *(OPSA, SSD),
+        *(OPSA, SSD, CODAPO, KLPO),
         *(FLOW_GRPO, DDRL, DDPO),
     )
 }

@@ -36,7 +36,8 @@ class TokenBatch:
     advantages: Tensor | None = None
     collision: Tensor | None = None  # sum of p² over the vocabulary, by the weights that began the step
     score: Tensor | None = None  # the reward of the token's sample
-    # [T, K] of the tokens that were likeliest when it was drawn, -inf for the log-probability of what fills a row up:
+    # [T, K] of the tokens that were likeliest when it was drawn, or that were drawn beside it; -inf for the
+    # log-probability of what fills a row up:
     top_ids: Tensor | None = None  # int64
     top_behavior: Tensor | None = None  # log-probability, of the distribution that drew the token
     top_logprobs: Tensor | None = None  # log pi of the same ids, of the forward pass, with its gradient
@@ -116,5 +117,5 @@ class Tokens:
     guided: Tensor  # bool: the token is of a demonstration, not of the policy
     selected: Tensor  # bool: what the surrogate's own `select` chose of the whole update
     age: Tensor  # versions since it was drawn
-    top_behavior: Tensor | None = None  # [T, K] log-probabilities of the likeliest tokens when it was drawn
+    top_behavior: Tensor | None = None  # [T, K] log-probabilities of the likeliest tokens, or of more draws
     top_logprobs: Tensor | None = None  # [T, K] log pi of the same

@@ -431,10 +431,15 @@ def _check_teachers_read(job: Job) -> None:
 
 
 def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
-    """A row that reads a head of the vocabulary at every draw."""
+    """A row that reads a head of the vocabulary, or more draws, at every draw."""
     if "behavior_top" not in rows.needs:
         return
     rules = [
+        (
+            len(rows.behavior_wants) == 1,
+            f"rows of this recipe want different things of it ({', '.join(sorted(rows.behavior_wants))}): give all sources "
+            "rows that read the likeliest tokens, or that read more draws",
+        ),
         (
             job.engine.kind == "builtin",
             f'engine.kind = "{job.engine.kind}" does not tell them of the distribution that it draws from: use "builtin"',
@@ -447,7 +452,7 @@ def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
     ]
     for holds, rule in rules:
         if not holds:
-            raise ConfigError(f"algo.surrogate needs the likeliest tokens of every draw, and {rule}")
+            raise ConfigError(f"algo.surrogate reads more of the distribution of every draw than its token, and {rule}")
 
 
 def _check_whole_distribution(rows: AlgorithmRows, sampling: Sampling) -> None:

@@ -46,6 +46,15 @@ class AlgorithmRows:
         return bool(TAUGHT & self.of.get(stream, (self.main, 1.0))[0].needs)
 
     @property
+    def behavior_wants(self) -> frozenset[str]:
+        """Of the engine at every draw, for the rows that read more of its distribution than the token."""
+        asked = {
+            "behavior_top": max(row.surrogate.behavior_top for row in self.all_rows),
+            "behavior_draws": max(row.surrogate.behavior_draws for row in self.all_rows),
+        }
+        return frozenset(f"{name}:{count}" for name, count in asked.items() if count)
+
+    @property
     def needs(self) -> frozenset[str]:
         """Of all rows; and "whole_distribution" where the main one learns the model's own."""
         whole = {"whole_distribution"} if self.main.surrogate.whole_distribution else set()

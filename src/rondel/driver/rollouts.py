@@ -212,8 +212,8 @@ class GroupRollouts:
                 refuse_untrainable(request.sampling)
             if p.replays_routing and sampling is None:
                 request.wants |= {"experts"}
-            if p.behavior_top and sampling is None:
-                request.wants |= {f"behavior_top:{p.behavior_top}"}
+            if sampling is None:
+                request.wants |= p.behavior_wants
             if sampling is not None or not (p.sampling.truncates_support or request.sampling.truncates_support):
                 return await ask_engine(request)
             request.wants |= {"support"}

@@ -43,6 +43,7 @@ ROWS = {  # algorithm.adv_estimator -> (row, advantage laid over it)
     "gdpo": ("gdpo", None),
     "optimal_token_baseline": ("otb", None),
     "tir_optimal_token_baseline": ("otb", None),
+    "codapo": ("codapo", None),
 }
 SCORERS = {"openai/gsm8k": "number"} | dict.fromkeys(  # data_source -> the reward nearest to theirs
     (
