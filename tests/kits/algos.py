@@ -287,7 +287,7 @@ TOGETHER = correction.Importance(
 # their own show: that no split changes their formulas is enough
 FORMULAS_ONLY = {
     *("vespo", "luspo", "drpo", "up", "fipo", "vaco", "a_star_po", "real", "gar", "rae", "gigpo", "iw_opd", "echo"),
-    *("score_centering", "sdft", "opsd", "sdpo", "rlsd", "ddpo", "ssd", "codapo", "klpo"),
+    *("score_centering", "sdft", "opsd", "sdpo", "rlsd", "ddpo", "ssd", "codapo", "klpo", "ngu"),
 }
 
 # rows that refuse a KL and what weighs tokens beside them

@@ -255,6 +255,8 @@ def rewarded(row: Algorithm, batch: Ragged) -> list[float]:
         each = whiten(sums) if sums else []
     elif name == "Preference":
         each = preferred(rule, batch, shaped)
+    elif name == "Anchored":
+        each = [anchored([float(rewards[j] > 0) for j in m], float(rewards[i] > 0)) for i, m in enumerate(mates)]
     elif name == "QuestionValue":
         each = [valued(rule, batch, shaped, rewards, i, m) for i, m in enumerate(mates)]
     elif name == "BatchNorm":
@@ -271,6 +273,16 @@ def rewarded(row: Algorithm, batch: Ragged) -> list[float]:
     else:
         each = [one(rule, name, i, shaped, mates[i], lengths, group, mates) for i in range(len(group))]
     return [each[i] for i, n in enumerate(lengths) for _ in range(n)]
+
+
+def anchored(rewards: list[float], own: float, attempts: int = 0, solved: int = 0) -> float:
+    """NGU's positive-anchored, zero-sum advantages; without history the group is all there was."""
+    positives = sum(rewards)
+    negatives = len(rewards) - positives
+    if not positives or not negatives:
+        return 0.0
+    above = 1 - (solved / attempts if attempts else positives / len(rewards))
+    return above if own else -above * positives / negatives
 
 
 def valued(rule, batch: Ragged, shaped: list[float], rewards: list[float], i: int, mates: list[int]) -> float:

@@ -95,6 +95,13 @@ class Component:
         return 0
 
     @property
+    def asks_again(self) -> tuple[float, int, int] | None:
+        """Of an advantage: with which probability a prompt without a success is asked for another group, how often in
+        all, and of how many of the last groups answers are trained; None: never.
+        """
+        return None
+
+    @property
     def anchor(self) -> str:
         """Of a ratio: "proximal", "behavior" or "reference", whose log-probability the policy's is compared with."""
         return "proximal"

@@ -26,6 +26,7 @@ from rondel.algos.advantage import (
     WhitenedCenter,
 )
 from rondel.algos.aggregate import FixedNorm, PromptMean, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
+from rondel.algos.anchored import Anchored
 from rondel.algos.component import Component, LossTerm
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 from rondel.algos.discount import discounted_returns
@@ -85,6 +86,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "preference": Preference,
         "prompt_norm": PromptNorm,
         "question_value": QuestionValue,
+        "anchored": Anchored,
     },
     "distill": {
         "distill": Distill,
@@ -506,6 +508,9 @@ OPSA = replace(
 )
 SSD = replace(SFT, name="ssd", paper="arXiv:2604.01193", surrogate=WholeLikelihood())
 CODAPO = replace(GRPO, name="codapo", paper="arXiv:2606.07950", advantage=QuestionValue())
+NGU = replace(
+    GRPO, name="ngu", paper="arXiv:2609.13443", advantage=Anchored(), aggregate=TokenMean(), filters=("signal",)
+)
 KLPO = replace(REINFORCE, name="klpo", paper="https://yifanzhang-pro.github.io/KLPO", surrogate=KlRegression())
 RAE = replace(REINFORCE, name="rae", paper="arXiv:2506.24119", advantage=AgentBaseline())
 GIGPO = replace(GRPO, name="gigpo", paper="arXiv:2505.10978", advantage=StepGroups())
@@ -526,7 +531,7 @@ TABLE = {
         *(VESPO, LUSPO, DRPO, UP, FIPO, VACO, KPOP, A_STAR_PO, REAL, SCALERL),
         *(GAR, RAE, GIGPO, TURN_PPO, OTB, IW_OPD, SDAR, ECHO),
         *(SCORE_CENTERING, SDFT, OPSD, SDPO, RLSD),
-        *(OPSA, SSD, CODAPO, KLPO),
+        *(OPSA, SSD, CODAPO, KLPO, NGU),
         *(FLOW_GRPO, DDRL, DDPO),
     )
 }

@@ -41,9 +41,13 @@ class AlgorithmRows:
         """The first that learns from a teacher."""
         return next((row for row in self.all_rows if row.needs & TAUGHT), None)
 
+    def row_of(self, stream: str) -> Algorithm:
+        """Whatever trains the samples of a source."""
+        return self.of.get(stream, (self.main, 1.0))[0]
+
     def needs_teacher(self, stream: str) -> bool:
         """Whether a teacher must speak of the samples of a source."""
-        return bool(TAUGHT & self.of.get(stream, (self.main, 1.0))[0].needs)
+        return bool(TAUGHT & self.row_of(stream).needs)
 
     @property
     def behavior_wants(self) -> frozenset[str]:

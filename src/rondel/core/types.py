@@ -249,6 +249,8 @@ def _from_bytes(kind: str, raw: Any) -> TokenColumn:
 POLICY = "policy"  # the run's own, which plays whoever has no weights of its own
 # the `policy` of what stands beside a group's samples: the data set's answer, the most likely one
 DATA, GREEDY = "data", "greedy"
+# parts of the score of an answer to a prompt that is asked several times: of how many answers so many were right
+ATTEMPTS, SOLVED = "visit_attempts", "visit_solved"
 BESIDE = "world."  # begins the names of agents that make no attempt at the task (core/transitions.py)
 
 
