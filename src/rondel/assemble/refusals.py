@@ -38,6 +38,7 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     _check_teacher(job, rows, sampling)
     _check_behavior_top(job, rows)
     _check_whole_distribution(rows, sampling)
+    _check_focused(job, rows)
     _check_policies(job, rows)
     refuse_formats(job, rows)
     for row in rows.all_rows:
@@ -169,7 +170,7 @@ def refuse_unrepeatable(job: Job, device: str, ranks: int) -> None:
             f'engine.speculative.kind = "{job.engine.speculative.kind}" guesses as much as its clock says is worth it: set it to "off"',
         ),
         (
-            job.task.curriculum.get("kind") not in ("priority", "band"),
+            job.task.curriculum.get("kind") not in ("priority", "band", "focused"),
             "task.curriculum draws by what has ended so far, and when that was is not recorded: use shuffle or "
             "easy_first",
         ),
@@ -453,6 +454,27 @@ def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
     for holds, rule in rules:
         if not holds:
             raise ConfigError(f"algo.surrogate reads more of the distribution of every draw than its token, and {rule}")
+
+
+def _check_focused(job: Job, rows: AlgorithmRows) -> None:
+    """An order in which a whole batch decides what the next one asks."""
+    if job.task.curriculum.get("kind") != "focused":
+        return
+    filters = [*rows.main.filters, *map(str, job.task.filters)]
+    rules = [
+        (job.loop.max_staleness == 0, "decides by the batch before: set loop.max_staleness = 0"),
+        (not filters, f"asks for whole batches, and filters leave groups out ({', '.join(filters)}): remove them"),
+        (not job.loop.oversample.groups, "asks for whole batches: set loop.oversample = 0"),
+        ("sources" not in job.task.data, "orders one source: take data without sources"),
+        (
+            job.task.curriculum.get("top", 4) <= job.loop.groups_per_step,
+            f"asks top = {job.task.curriculum.get('top', 4)} questions again, and a batch has "
+            f"{job.loop.groups_per_step}: lower it",
+        ),
+    ]
+    for holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"task.curriculum.kind = 'focused' {rule}", page="docs/generate.md#tasks")
 
 
 def _check_whole_distribution(rows: AlgorithmRows, sampling: Sampling) -> None:
