@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rondel.algos import aggregate, correction, kl, table
 from rondel.algos.correction import Importance
+from rondel.algos.criteria import CriterionBonus
 from rondel.algos.distill import FullDistill, ScaledAdvantage
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.group_advantages import AgentBaseline, Redistribute
@@ -107,6 +108,7 @@ class Ragged:
             "state_T": self.state_T,
         }
         by_token = {name: self._ordered(x_T, at.tolist()) for name, x_T in by_token.items()}
+        margins = {place: self._ordered(x_T, at.tolist()) for place, x_T in self.margins.items()}
         greedy_N = self.group_N[at].to(F64) / 10
         return ScoredSamples(
             self.rewards_N[at],
@@ -115,6 +117,7 @@ class Ragged:
             parts,
             greedy_N=greedy_N,
             **by_token,
+            margins=margins,
             agents=tuple("ab"[g % 2] for g in self.group_N[at].tolist()),
             tasks=tuple("xyz"[g % 3] for g in self.group_N[at].tolist()),
         )
@@ -127,6 +130,11 @@ class Ragged:
     def teacher_T(self) -> Tensor:
         """What a teacher might have said."""
         return self.others_3T.flip(0)[0] - 0.3
+
+    @property
+    def margins(self) -> dict[int, Tensor]:
+        """How far behind two hints a token might have been from the best one."""
+        return {place: self.others_3T[place].abs() - 0.8 for place in (0, 1)}
 
     @property
     def values_T(self) -> Tensor:
@@ -257,6 +265,7 @@ def lively(row: Algorithm) -> Algorithm:
         "gar": {"advantage": Redistribute("half", most=1.2)},
         "score_centering": {"surrogate": CenteredScore(0.8, 1.2, top=3)},
         "klpo": {"surrogate": KlRegression(beta=0.3, draws=4)},
+        "cripo": {"distill": CriterionBonus(0.5, 0.6, most=1, criteria={"right": 0, "form": 1})},
         "codapo": {"advantage": QuestionValue(above=0.4)},
         "sdft": {"distill": FullDistill(beta=0.5, top=3, tail=False)},
         "rlsd": {"distill": ScaledAdvantage(0.6, 0.3)},
@@ -287,7 +296,7 @@ TOGETHER = correction.Importance(
 # their own show: that no split changes their formulas is enough
 FORMULAS_ONLY = {
     *("vespo", "luspo", "drpo", "up", "fipo", "vaco", "a_star_po", "real", "gar", "rae", "gigpo", "iw_opd", "echo"),
-    *("score_centering", "sdft", "opsd", "sdpo", "rlsd", "ddpo", "ssd", "codapo", "klpo", "ngu"),
+    *("score_centering", "sdft", "opsd", "sdpo", "rlsd", "ddpo", "ssd", "codapo", "klpo", "ngu", "cripo"),
 }
 
 # rows that refuse a KL and what weighs tokens beside them

@@ -103,6 +103,8 @@ def token_advantages(row: Algorithm, batch: Ragged) -> list[float]:
         earned = [a - sum(cost[s] for s in range(t, len(cost)) if owner[s] == owner[t]) for t, a in enumerate(earned)]
     if type(row.distill).__name__ in ("GatedDistill", "Observations", "FullDistill"):
         return earned
+    if type(row.distill).__name__ == "CriterionBonus":
+        return criterion_credit(row.distill, batch, earned)
     gaps = [m - q for m, q in zip(mu, teacher, strict=True)]
     if type(row.distill).__name__ == "ScaledAdvantage":
         rule, factors = row.distill, []
@@ -273,6 +275,27 @@ def rewarded(row: Algorithm, batch: Ragged) -> list[float]:
     else:
         each = [one(rule, name, i, shaped, mates[i], lengths, group, mates) for i in range(len(group))]
     return [each[i] for i, n in enumerate(lengths) for _ in range(n)]
+
+
+def criterion_credit(rule, batch: Ragged, earned: list[float]) -> list[float]:
+    """CriPO-S group by group: the active criteria, then each positive answer's chosen tokens."""
+    out, group, lengths = list(earned), batch.group_N.tolist(), batch.lengths_N.tolist()
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    for g in set(group):
+        members = [i for i in range(len(group)) if group[i] == g]
+        credit = {}
+        for name in sorted(rule.criteria):
+            values = batch.parts[name].tolist()
+            credit[name] = {i: values[i] - mean([values[j] for j in members]) for i in members}
+        active = [(n, max(c.values())) for n, c in credit.items() if max(c.values()) > 0]
+        for name, _ in sorted(active, key=lambda item: item[1], reverse=True)[: rule.most]:
+            margins = batch.margins[int(rule.criteria[name])].tolist()
+            for i in (i for i in members if credit[name][i] > 0):
+                for t in range(starts[i], starts[i] + lengths[i]):
+                    likelier = margins[t] >= 0
+                    if likelier and -margins[t] < math.log(rule.threshold):
+                        out[t] += credit[name][i] * rule.coef
+    return out
 
 
 def anchored(rewards: list[float], own: float, attempts: int = 0, solved: int = 0) -> float:

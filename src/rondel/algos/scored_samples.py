@@ -94,6 +94,9 @@ class ScoredSamples:
     behavior_T: Tensor | None = None
     ref_T: Tensor | None = None
     teacher_T: Tensor | None = None
+    # by the place of a hint among the teachers: how far, in nats, a token that it makes likelier is from the best one;
+    # -1 where it does not
+    margins: dict[int, Tensor] = field(default_factory=dict)
     proximal_T: Tensor | None = None
     collision_T: Tensor | None = None  # sum of p² over the vocabulary at the token
     turn_T: Tensor | None = None  # int64: the same number along a turn, another in the next; None: a sample is one turn

@@ -29,6 +29,7 @@ from rondel.algos.aggregate import FixedNorm, PromptMean, SeqMeanTokenMean, SeqM
 from rondel.algos.anchored import Anchored
 from rondel.algos.component import Component, LossTerm
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
+from rondel.algos.criteria import CriterionBonus
 from rondel.algos.discount import discounted_returns
 from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistill, Observations, ScaledAdvantage
 from rondel.algos.divergence import Divergence
@@ -93,6 +94,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "early": EarlyDistill,
         "gated": GatedDistill,
         "scaled": ScaledAdvantage,
+        "criteria": CriterionBonus,
         "full": FullDistill,
         "observations": Observations,
     },
@@ -508,6 +510,14 @@ OPSA = replace(
 )
 SSD = replace(SFT, name="ssd", paper="arXiv:2604.01193", surrogate=WholeLikelihood())
 CODAPO = replace(GRPO, name="codapo", paper="arXiv:2606.07950", advantage=QuestionValue())
+CRIPO = replace(
+    GRPO,
+    name="cripo",
+    paper="arXiv:2607.18082",
+    advantage=GroupCenter(),
+    distill=CriterionBonus(),
+    aggregate=TokenMean(),
+)
 NGU = replace(
     GRPO, name="ngu", paper="arXiv:2609.13443", advantage=Anchored(), aggregate=TokenMean(), filters=("signal",)
 )
@@ -531,7 +541,7 @@ TABLE = {
         *(VESPO, LUSPO, DRPO, UP, FIPO, VACO, KPOP, A_STAR_PO, REAL, SCALERL),
         *(GAR, RAE, GIGPO, TURN_PPO, OTB, IW_OPD, SDAR, ECHO),
         *(SCORE_CENTERING, SDFT, OPSD, SDPO, RLSD),
-        *(OPSA, SSD, CODAPO, KLPO, NGU),
+        *(OPSA, SSD, CODAPO, KLPO, NGU, CRIPO),
         *(FLOW_GRPO, DDRL, DDPO),
     )
 }

@@ -31,6 +31,7 @@ class TokenBatch:
     reference: Tensor | None = None  # by the reference model
     teacher: Tensor | None = None  # by the teacher, or the weighted mean of several
     teachers: dict[int, Tensor] = field(default_factory=dict)  # by each of them
+    margins: dict[int, Tensor] = field(default_factory=dict)  # by each of them that is a hint: as in ScoredSamples
     values: Tensor | None = None  # what the critic expected before the token
     returns: Tensor | None = None  # what the critic is to learn
     advantages: Tensor | None = None
@@ -60,23 +61,26 @@ class TokenBatch:
         whole.
         """
         known = {f.name: getattr(self, f.name) for f in fields(self)}
-        teachers = {number: _to_array(value) for number, value in self.teachers.items()}
         more = {
-            "teachers": teachers,
+            "teachers": {number: _to_array(value) for number, value in self.teachers.items()},
+            "margins": {number: _to_array(value) for number, value in self.margins.items()},
             "sample": len(self.sample) if self.sample.stride() == (0,) else _to_array(self.sample),
         }
         return {name: _to_array(value) for name, value in known.items() if name != "sample"} | more
 
     def __setstate__(self, known: dict[str, Any]) -> None:
-        teachers = {number: _to_tensor(value) for number, value in known["teachers"].items()}
-        for name, value in (known | {"teachers": teachers}).items():
+        more = {
+            name: {number: _to_tensor(value) for number, value in known[name].items()}
+            for name in ("teachers", "margins")
+        }
+        for name, value in (known | more).items():
             setattr(self, name, _to_tensor(value))
 
     @staticmethod
     def concat(samples: Sequence[TokenBatch], device: Any = "cpu") -> TokenBatch:
         """The tokens of several samples, one behind the other: what is known of all of them."""
         found: dict[str, Any] = {}
-        for name in (f.name for f in fields(TokenBatch) if f.name not in ("sample", "teachers")):
+        for name in (f.name for f in fields(TokenBatch) if f.name not in ("sample", "teachers", "margins")):
             if not samples or getattr(samples[0], name) is None:
                 continue
             pieces = [getattr(sample, name) for sample in samples]

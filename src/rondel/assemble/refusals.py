@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
+from rondel.algos.criteria import CriterionBonus
 from rondel.assemble.format_refusals import refuse_formats
 from rondel.core.config.job import Job
 from rondel.core.config.section import split_kind
@@ -252,6 +253,7 @@ def _check_engine_ranks(job: Job) -> None:
 
 
 # environments whose one agent has no name
+SOLUTION = "{solution}"
 NAMELESS = {"single_turn", "tools", "search", "gateway", "verifiers", "gym", "repository"}
 
 
@@ -351,6 +353,9 @@ def _check_critic(job: Job, row: Algorithm) -> None:
 
 
 def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
+    for row in rows.all_rows:
+        if isinstance(row.distill, CriterionBonus):
+            _check_criteria(job, row.distill, sampling)
     pupil = rows.student_row
     if (pupil is not None) != (job.model.teacher is not None):
         raise ConfigError(
@@ -403,6 +408,39 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         if not holds:
             raise ConfigError(
                 f'algo.distill.kind = "full" {rule}', page="docs/train.md#a-teacher-demonstrations-preferences"
+            )
+
+
+def _check_criteria(job: Job, rule: CriterionBonus, sampling: Sampling) -> None:
+    """Criteria of a reward, each with a hint that the policy reads."""
+    mesh, hints = job.place.mesh.to_mesh(job.place.ranks), job.model.teachers
+    absent = next((f"{name} = {place:g}" for name, place in rule.criteria.items() if place >= len(hints)), "")
+    rules = [
+        (
+            bool(rule.criteria) or not rule.coef,
+            "has no criteria: set algo.distill.criteria = { form = 0 }, parts of the reward, each with the place of its "
+            "hint in model.teacher = [{ context = '{prompt} Mind the form.' }]",
+        ),
+        (not absent, f"names a hint that model.teacher does not have: {absent}, and it has {len(hints)}"),
+        (
+            all(t.is_policy and SOLUTION not in (t.context or "") for t in hints),
+            "scores with the policy behind hints that every answer has: give each entry of model.teacher a context "
+            "without {solution}, and neither path nor url",
+        ),
+        (
+            not sampling.truncates_support,
+            "compares with the log-probabilities of the draw, and top_k or top_p cut these: set them to 0 and 1",
+        ),
+        (
+            mesh.world == mesh.data,
+            "looks for the best token in the whole vocabulary: use place.ranks or place.mesh = { shards, replicas } "
+            "without cp, tp and pp",
+        ),
+    ]
+    for holds, rule_text in rules:
+        if not holds:
+            raise ConfigError(
+                f'algo.distill.kind = "criteria" {rule_text}', page="docs/train.md#a-teacher-demonstrations-preferences"
             )
 
 

@@ -18,7 +18,7 @@ ALONE = {  # what a row may ask of the whole run, and so of the main row only
     "guidance": "it needs a demonstration in every group",
 }
 
-TAUGHT = frozenset({"teacher_logprobs", "teacher_hidden"})  # what a row may ask of a teacher
+TAUGHT = frozenset({"teacher_logprobs", "teacher_hidden", "criterion_margins"})  # what a row may ask of a teacher
 
 
 @dataclass(frozen=True)

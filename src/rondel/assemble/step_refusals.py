@@ -24,6 +24,7 @@ from rondel.models.model_type import model_type_of
 NEXT_TOKEN = {  # what a row may need that is computed of the next token, for every token
     "teacher_logprobs": "a teacher",
     "teacher_hidden": "a teacher",
+    "criterion_margins": "hints at criteria",
     "values": "a critic",
     "behavior_top": "the likeliest tokens of every draw",
     "collisions": "the whole vocabulary at every draw",

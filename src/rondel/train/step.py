@@ -261,6 +261,12 @@ class LocalTrainer:
                     )
 
             self.teachers.query_teachers(batch, store_teacher_states)
+        if "criterion_margins" in needs:
+
+            def annotate_hint(policy: LoadedModel, own: TrainBatch, number: int) -> None:
+                notes.annotate_margins(policy, own, number, **how)
+
+            self.teachers.query_teachers(batch, annotate_hint)
         if "values" in needs:
             assert self.critic is not None, "the row needs values, and the trainer was built without a critic"
             self.critic.annotate_values(batch, self.settings)
