@@ -102,6 +102,19 @@ def test_a_run_trains_rounds_as_one_group_and_goes_on_with_the_same(tmp_path):
     assert any(len(answers) > 2 for _, answers in found[tmp_path / "whole"]), "some prompt was asked again"
 
 
+@pytest.mark.slow
+def test_no_round_is_older_than_its_group_may_be(tmp_path):
+    """S = 1: a group of several rounds is trained at most one version after its birth, and no token is older than it."""
+    changes = {"algo": ALGO, "loop__steps": 4, "loop__warmup__steps": 0, "task__reward": "kits.rewards:parity"}
+    run(tmp_path, loop__max_staleness=1, **changes)
+    groups = {step: store.groups_of(store.read_step(tmp_path, step)) for step in store.stored_steps(tmp_path)}
+    assert len(groups) == 4 and any(len(g.trajectories) > 2 for own in groups.values() for g in own)
+    for step, own in groups.items():
+        for group in own:
+            drawn = [v for t in group.trajectories for v in t.versions if v >= 0]
+            assert step - 1 - group.born <= 1 and group.born <= min(drawn) and max(drawn) <= step - 1
+
+
 @pytest.mark.parametrize(
     "section,message",
     [
