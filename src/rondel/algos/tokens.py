@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -85,9 +86,26 @@ class TokenBatch:
                 continue
             pieces = [getattr(sample, name) for sample in samples]
             if all(piece is not None for piece in pieces):
-                found[name] = torch.cat(pieces).to(device)
+                found[name] = torch.cat(_same_width(pieces, FILLER.get(name))).to(device)
         lengths = torch.tensor([len(sample.sample) for sample in samples], dtype=torch.int64)
         return TokenBatch(torch.arange(len(samples)).repeat_interleave(lengths).to(device), **found)
+
+
+# what fills up the columns of a sample that has fewer than others: truncation left fewer tokens to record
+FILLER = {"top_ids": 0, "top_behavior": -math.inf}
+
+
+def _same_width(pieces: list[Any], filler: float | None) -> list[Any]:
+    """[m, K_i] each -> [m, max K]; as they are where they have no filler."""
+    if filler is None:
+        return pieces
+    widest = max(piece.shape[1] for piece in pieces)
+    return [
+        torch.cat([piece, piece.new_full((len(piece), widest - piece.shape[1]), filler)], 1)
+        if piece.shape[1] < widest
+        else piece
+        for piece in pieces
+    ]
 
 
 def _to_array(value: Any) -> Any:

@@ -170,6 +170,18 @@ def test_the_trainer_centers_by_the_same_tokens_in_any_split():
     assert wanted.norm() > 1e-3 and apart(whole, wanted) <= 1e-4
 
 
+@pytest.mark.parametrize("kind,knobs", [("score_centering", {"top": 6}), ("klpo", {"estimator": "topk", "top": 6})])
+def test_answers_with_fewer_tokens_to_record_stand_in_one_batch(kind, knobs):
+    """Top-p left some answers 3 tokens at the most and others 6: together they have the gradient of each alone."""
+    loaded, algo = tiny(), row(kind, surrogate=knobs)
+    b = batch_of(drawn_groups(loaded, {"behavior_top:6"}, top_p=0.5))
+    assert len({s.known.top_ids.shape[1] for s in b.samples}) > 1
+    t = trainer(loaded, algo, temperature=0.7)
+    compute_advantages(b, algo)
+    together = gradient(t, b, algo)
+    assert together.norm() > 1e-4 and apart(gradient(t, b, algo, micro_tokens=1), together) <= 1e-6
+
+
 def test_what_the_engine_told_survives_the_store_and_the_buffer(tmp_path):
     made = drawn_groups(tiny(), {"behavior_top:3"})
     store.write_step(tmp_path, 1, made)
