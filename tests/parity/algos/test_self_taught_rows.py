@@ -12,7 +12,7 @@ import torch
 from kits.algos import Ragged, near, tensor, tokens
 from kits.engine import drawn_groups
 from kits.engine import tiny as tiny_model
-from kits.runs import run, tiny
+from kits.runs import FLOW, run, tiny
 from kits.train import apart, gradient, row, step, trainer
 from rondel.algos import table
 from rondel.algos.least_likely import LeastLikely
@@ -127,6 +127,11 @@ def test_a_row_of_the_samplers_distribution_does_not_stand_beside_ssd(tmp_path):
             algo={"kind": "ssd", "sources": {"a": {"kind": "raft"}}},
             engine__sampling__temperature=0.6,
         )
+
+
+def test_a_flow_has_no_vocabulary_to_learn(tmp_path):
+    with pytest.raises(ConfigError, match="'ssd' needs the whole vocabulary at temperature 1"):
+        run(tmp_path, recipe=FLOW, algo__kind="ssd")
 
 
 @pytest.mark.slow
