@@ -21,7 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 RECIPE = Path(__file__).parents[1] / "recipes" / "tiny.toml"
-MORE: dict[str, dict[str, Any]] = {"ppo": {"trainer.critic.lr": 3e-3}}
+MORE: dict[str, dict[str, Any]] = {
+    "ppo": {"trainer.critic.lr": 3e-3},
+    "ssd": {f"engine.sampling.{knob}": value for knob, value in (("temperature", 0.6), ("top_k", 20), ("top_p", 0.95))},
+}
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile by number of seeds
 
 

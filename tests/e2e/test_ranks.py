@@ -21,6 +21,7 @@ from rondel.algos.table import TABLE
 from rondel.core.mesh import Mesh
 from rondel.core.types import Score
 from rondel.train.advantages import compute_advantages
+from rondel.train.pack import batch_of
 
 MODELS = ("llama", "tied", "qwen3", "gemma3_text")
 # what ranks tell each other: counts of tokens, ratios of whole samples, a choice and a bound over the update, a critic's values,
@@ -76,6 +77,23 @@ def test_whole_distributions_of_a_teacher_have_the_gradient_of_one(pair):
 
 
 @pytest.mark.slow
+def test_scores_behind_a_hint_have_the_gradient_of_one(pair):
+    """Each rank scores its share behind the hint, and is told the others' margins."""
+    algo = row("cripo", distill={"coef": 3.0, "threshold": 0.9, "criteria": {"form": 0}})
+    groups = awkward_groups()
+    for i, x in enumerate(x for g in groups for x in g.trajectories):
+        x.score = Score(x.reward, {"form": float(i % 2)})
+    alone, b = Rank(0), batch_of(groups)
+    for r in (alone, pair):
+        r.make("llama", algo=algo, teacher=True)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    plain = row("cripo", distill={"coef": 0.0})
+    assert apart(alone.gradient(copy.deepcopy(b), plain), whole) > 1e-3, "the criterion counts"
+    for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=40):
+        assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.slow
 def test_the_likeliest_tokens_of_every_draw_have_the_gradient_of_one(pair):
     """The head is whole for a micro-batch on each rank: what is looked up in it needs no other."""
     algo = row("score_centering", surrogate={"low": 0.8, "high": 1.2, "top": 5})
@@ -106,8 +124,6 @@ def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
         x.score = Score(x.reward + 0.7, {"right": float(rng.integers(2)), "form": float(rng.integers(3))})
     alone, b = Rank(0), batch(groups, algo) if not algo.needs & {"greedy"} else None
     if b is None:
-        from rondel.train.pack import batch_of
-
         b = batch_of(groups)
         for s in b.samples:
             s.baseline = 0.3

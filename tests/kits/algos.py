@@ -11,14 +11,17 @@ from torch import Tensor
 
 from rondel.algos import aggregate, correction, kl, table
 from rondel.algos.correction import Importance
+from rondel.algos.criteria import CriterionBonus
 from rondel.algos.distill import FullDistill, ScaledAdvantage
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.group_advantages import AgentBaseline, Redistribute
+from rondel.algos.kl_regression import KlRegression
 from rondel.algos.mask_corrections import BinaryKlMask
 from rondel.algos.masked_surrogates import ClipCov, KlCov
 from rondel.algos.objective import decide_update, objective
 from rondel.algos.off_policy_surrogates import CenteredScore
 from rondel.algos.prompt_norm import PromptNorm
+from rondel.algos.question_value import QuestionValue
 from rondel.algos.reward_transforms import Overlong
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeight, SquaredGap, UnboundedPositive
@@ -105,6 +108,7 @@ class Ragged:
             "state_T": self.state_T,
         }
         by_token = {name: self._ordered(x_T, at.tolist()) for name, x_T in by_token.items()}
+        margins = {place: self._ordered(x_T, at.tolist()) for place, x_T in self.margins.items()}
         greedy_N = self.group_N[at].to(F64) / 10
         return ScoredSamples(
             self.rewards_N[at],
@@ -113,6 +117,7 @@ class Ragged:
             parts,
             greedy_N=greedy_N,
             **by_token,
+            margins=margins,
             agents=tuple("ab"[g % 2] for g in self.group_N[at].tolist()),
             tasks=tuple("xyz"[g % 3] for g in self.group_N[at].tolist()),
         )
@@ -125,6 +130,11 @@ class Ragged:
     def teacher_T(self) -> Tensor:
         """What a teacher might have said."""
         return self.others_3T.flip(0)[0] - 0.3
+
+    @property
+    def margins(self) -> dict[int, Tensor]:
+        """How far behind two hints a token might have been from the best one."""
+        return {place: self.others_3T[place].abs() - 0.8 for place in (0, 1)}
 
     @property
     def values_T(self) -> Tensor:
@@ -153,6 +163,10 @@ class Ragged:
     def behavior_TV(self) -> Tensor:
         """Log-probabilities of every word, by the behavior."""
         return self._whole(self.others_3T[1], 1.3)
+
+    def draws_TM(self, count: int) -> Tensor:
+        """Words that might have been drawn beside each token."""
+        return (torch.arange(len(self.logits_TV))[:, None] * 3 + 7 * torch.arange(count) ** 2) % 5
 
     @property
     def teacher_TV(self) -> Tensor:
@@ -204,6 +218,9 @@ class Ragged:
         if row.surrogate.behavior_top:
             likeliest = self.behavior_TV[at_T].topk(min(5, row.surrogate.behavior_top), -1)
             known = known.with_fields(top_ids=likeliest.indices, top_behavior=likeliest.values)
+        if row.surrogate.behavior_draws:
+            ids_TM = self.draws_TM(row.surrogate.behavior_draws)[at_T]
+            known = known.with_fields(top_ids=ids_TM, top_behavior=self.behavior_TV[at_T].gather(-1, ids_TM))
         if noted:
             known, _ = decide_update(row, known)
         counted_N = aggregate.counted_tokens(scored.lengths_N, known.counts)
@@ -216,7 +233,7 @@ class Ragged:
                 "logprobs": logps[:, 0],
                 "entropy": -(logps.exp() * logps).sum(-1),
             }
-            if row.surrogate.behavior_top:
+            if known.top_ids is not None:
                 own["top_logprobs"] = logps.gather(-1, own["top_ids"])
             if isinstance(row.distill, FullDistill):
                 own["full_kl"] = row.divergence(logps.exp(), self.teacher_TV[at_T[here]])[0]
@@ -247,6 +264,9 @@ def lively(row: Algorithm) -> Algorithm:
         "a_star_po": {"surrogate": SquaredGap(0.3)},
         "gar": {"advantage": Redistribute("half", most=1.2)},
         "score_centering": {"surrogate": CenteredScore(0.8, 1.2, top=3)},
+        "klpo": {"surrogate": KlRegression(beta=0.3, draws=4)},
+        "cripo": {"distill": CriterionBonus(0.5, 0.6, most=1, criteria={"right": 0, "form": 1})},
+        "codapo": {"advantage": QuestionValue(above=0.4)},
         "sdft": {"distill": FullDistill(beta=0.5, top=3, tail=False)},
         "rlsd": {"distill": ScaledAdvantage(0.6, 0.3)},
         "ddpo": {
@@ -276,8 +296,11 @@ TOGETHER = correction.Importance(
 # their own show: that no split changes their formulas is enough
 FORMULAS_ONLY = {
     *("vespo", "luspo", "drpo", "up", "fipo", "vaco", "a_star_po", "real", "gar", "rae", "gigpo", "iw_opd", "echo"),
-    *("score_centering", "sdft", "opsd", "sdpo", "rlsd", "ddpo"),
+    *("score_centering", "sdft", "opsd", "sdpo", "rlsd", "ddpo", "ssd", "codapo", "klpo", "ngu", "cripo"),
 }
+
+# rows that refuse a KL and what weighs tokens beside them
+STANDS_ALONE = {"opsa", "ssd"}
 
 # one row for each thing that a split could change: how tokens and samples are counted, a ratio of whole samples, a choice over
 # the update, a correction that counts what it kept, a critic, a teacher, a second distribution, demonstrations. The others
@@ -297,7 +320,7 @@ SPLIT_ROWS = [
         "forking",
         "m2po",
     ),
-    *("decoupled", "kpop", "ppo", "opd", "otb", "sdar", "luffy"),
+    *("decoupled", "kpop", "ppo", "opd", "otb", "sdar", "luffy", "opsa"),
 ]
 
 
@@ -310,8 +333,10 @@ def rows():
             if "behavior" in {*row.surrogate.reads, row.ratio.anchor}
             else TOGETHER
         )
-        if row.name not in FORMULAS_ONLY:
+        if row.name not in FORMULAS_ONLY - STANDS_ALONE:
             yield pytest.param(row, id=row.name)
+        if row.name in STANDS_ALONE:
+            continue
         full = replace(
             row, correction=beside, kl=kl.Kl("k3", 0.1, unbiased=True), entropy=EntropyBonus(0.01, target=9.0, top=0.4)
         )

@@ -46,7 +46,9 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
     advantages = token_advantages(row, batch)
     anchor = {"behavior": mu, "reference": ref}.get(row.ratio.anchor, old)
     gap = [o - m for o, m in zip(old, mu, strict=True)]
-    if type(row.correction).__name__ in MASKS:
+    if type(row.correction).__name__ == "LeastLikely":
+        weights = least_likely(row.correction, old, [h.item() for h in entropy])
+    elif type(row.correction).__name__ in MASKS:
         rule = MASKS[type(row.correction).__name__]
         ages = batch.age_T.tolist()
         weights = [
@@ -68,6 +70,7 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
         spread = [row_ratio(row, x, mates[s], s) for s in mates[t]]
         own = row_ratio(row, x, mates[t], t)
         loss = centered(row.surrogate, logps[t], batch.behavior_TV[t].tolist(), a, drift[mates[t].index(t)], guided)
+        loss = loss if loss is not None else regressed(row.surrogate, batch, logps, mates[t], t, a)
         loss = loss if loss is not None else SURROGATES[type(row.surrogate).__name__](
             row.surrogate, lp=logp[t], x=own, a=a, score=score, guided=guided, chosen=chosen[t],
             drift=logp[t].item() - mu[t], drifts=drift, xs=spread, at=mates[t].index(t),
@@ -100,6 +103,8 @@ def token_advantages(row: Algorithm, batch: Ragged) -> list[float]:
         earned = [a - sum(cost[s] for s in range(t, len(cost)) if owner[s] == owner[t]) for t, a in enumerate(earned)]
     if type(row.distill).__name__ in ("GatedDistill", "Observations", "FullDistill"):
         return earned
+    if type(row.distill).__name__ == "CriterionBonus":
+        return criterion_credit(row.distill, batch, earned)
     gaps = [m - q for m, q in zip(mu, teacher, strict=True)]
     if type(row.distill).__name__ == "ScaledAdvantage":
         rule, factors = row.distill, []
@@ -133,6 +138,48 @@ def centered(rule, logps: Tensor, log_q: list[float], a: float, drift: float, gu
     of_tail = bounded(1 / rho, rule.low, rule.high) * rho
     mean_score = mean_score - of_tail * sum(own * logps[v] for v, own in enumerate(p))
     return -a * (bounded(math.exp(drift), rule.low, rule.high) * logps[0] - (0.0 if guided else mean_score))
+
+
+def regressed(rule, batch: Ragged, logps: Tensor, mates: list[int], t: int, a: float) -> Tensor | None:
+    """KLPO as TRL's trainer has it, a token and a word at a time; `mates` are the tokens of the answer."""
+    if type(rule).__name__ != "KlRegression":
+        return None
+    log_q, mu, words = batch.behavior_TV.tolist(), batch.others_3T[1].tolist(), range(5)
+    old = batch.others_3T[0].tolist()
+    shown = batch.guided_N.repeat_interleave(batch.lengths_N).tolist()
+    ell = {u: logps[u, 0].item() - (old[u] if shown[u] else mu[u]) for u in mates}
+    draws = batch.draws_TM(rule.draws).tolist()
+
+    def parts(u: int) -> tuple[Tensor, Tensor]:
+        """(z of the token route, k with its gradient)."""
+        if rule.estimator == "mc":
+            own = [logps[u, v] for v in draws[u]]
+            return logps[u, 0] - mean(own), mean([log_q[u][v] - logps[u, v] for v in draws[u]])
+        if rule.estimator == "binary":
+            p = math.exp(logps[u, 0].item())
+            q = math.exp(logps[u, 0].item() - ell[u])
+            k = -q * ell[u] + (1 - q) * math.log((1 - q) / (1 - p))
+            return (1 - q) / (1 - p) * logps[u, 0], torch.tensor(k, dtype=F64)
+        head = sorted(words, key=lambda v: -log_q[u][v])[: rule.top]
+        q = {v: math.exp(log_q[u][v]) for v in head}
+        tail_q, tail_p = max(1 - sum(q.values()), 1e-6), 1 - sum(logps[u, v].exp() for v in head)
+        tail_p = tail_p if tail_p.item() > 1e-6 else torch.tensor(1e-6, dtype=F64)
+        k = sum(q[v] * (log_q[u][v] - logps[u, v]) for v in head) + tail_q * (math.log(tail_q) - tail_p.log())
+        rho = tail_q / tail_p.item()
+        return logps[u, 0] - sum((q[v] - rho * math.exp(logps[u, v].item())) * logps[u, v] for v in head), k
+
+    if rule.route == "token":
+        return -(a - rule.beta * ell[t]) * parts(t)[0]
+    if rule.estimator != "mc":
+        residual = a - rule.beta * sum(ell[u] + parts(u)[1].item() for u in mates)
+        return -residual * (parts(t)[0] if rule.estimator == "binary" else logps[t, 0] + parts(t)[1])
+    columns = range(rule.draws)
+    residuals = [
+        a - rule.beta * sum(ell[u] + log_q[u][draws[u][j]] - logps[u, draws[u][j]].item() for u in mates)
+        for j in columns
+    ]
+    others = [mean([residuals[i] for i in columns if i != j]) for j in columns]
+    return -mean([others[j] * (logps[t, 0] - logps[t, draws[t][j]]) for j in columns])
 
 
 def apart(rule, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -210,6 +257,10 @@ def rewarded(row: Algorithm, batch: Ragged) -> list[float]:
         each = whiten(sums) if sums else []
     elif name == "Preference":
         each = preferred(rule, batch, shaped)
+    elif name == "Anchored":
+        each = [anchored([float(rewards[j] > 0) for j in m], float(rewards[i] > 0)) for i, m in enumerate(mates)]
+    elif name == "QuestionValue":
+        each = [valued(rule, batch, shaped, rewards, i, m) for i, m in enumerate(mates)]
     elif name == "BatchNorm":
         apart = [shaped[i] - mean([shaped[j] for j in mates[i]]) for i in range(len(group))]
         each = [a / (std(apart if rule.over == "deviations" else shaped) + rule.eps) for a in apart]
@@ -224,6 +275,49 @@ def rewarded(row: Algorithm, batch: Ragged) -> list[float]:
     else:
         each = [one(rule, name, i, shaped, mates[i], lengths, group, mates) for i in range(len(group))]
     return [each[i] for i, n in enumerate(lengths) for _ in range(n)]
+
+
+def criterion_credit(rule, batch: Ragged, earned: list[float]) -> list[float]:
+    """CriPO-S group by group: the active criteria, then each positive answer's chosen tokens."""
+    out, group, lengths = list(earned), batch.group_N.tolist(), batch.lengths_N.tolist()
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    for g in set(group):
+        members = [i for i in range(len(group)) if group[i] == g]
+        credit = {}
+        for name in sorted(rule.criteria):
+            values = batch.parts[name].tolist()
+            credit[name] = {i: values[i] - mean([values[j] for j in members]) for i in members}
+        active = [(n, max(c.values())) for n, c in credit.items() if max(c.values()) > 0]
+        for name, _ in sorted(active, key=lambda item: item[1], reverse=True)[: rule.most]:
+            margins = batch.margins[int(rule.criteria[name])].tolist()
+            for i in (i for i in members if credit[name][i] > 0):
+                for t in range(starts[i], starts[i] + lengths[i]):
+                    likelier = margins[t] >= 0
+                    if likelier and -margins[t] < math.log(rule.threshold):
+                        out[t] += credit[name][i] * rule.coef
+    return out
+
+
+def anchored(rewards: list[float], own: float, attempts: int = 0, solved: int = 0) -> float:
+    """NGU's positive-anchored, zero-sum advantages; without history the group is all there was."""
+    positives = sum(rewards)
+    negatives = len(rewards) - positives
+    if not positives or not negatives:
+        return 0.0
+    above = 1 - (solved / attempts if attempts else positives / len(rewards))
+    return above if own else -above * positives / negatives
+
+
+def valued(rule, batch: Ragged, shaped: list[float], rewards: list[float], i: int, mates: list[int]) -> float:
+    """CoDaPO: confidence, difficulty, and GRPO's advantage."""
+    mu, lengths = batch.others_3T[1].tolist(), batch.lengths_N.tolist()
+    starts = [sum(lengths[:j]) for j in range(len(lengths))]
+    sure = [mean(mu[starts[j] : starts[j] + lengths[j]]) for j in mates if lengths[j]]
+    right = batch.parts[rule.part].tolist() if rule.part else rewards
+    difficulty = 1 - mean([float(right[j] > rule.above) for j in mates])
+    value = (math.exp(mean(sure)) if sure else 1.0) * (1 - 4 * (difficulty - 0.5) ** 2)
+    peers = [shaped[j] for j in mates]
+    return (value + rule.delta) * (shaped[i] - mean(peers)) / (std(peers) + rule.eps)
 
 
 def by_prompt(rule, prompts: list[str], shaped: list[float], groups: list[int]) -> list[float]:
@@ -428,6 +522,15 @@ def fresh(rule, old, mu, a, gaps, age):
     return 0.0 if rule.oldest is not None and age > rule.oldest else 0.5 ** (age / rule.half_life)
 
 
+def least_likely(rule, old: list[float], entropy: list[float]) -> list[float]:
+    """OPSA as its authors write it: a stable order, then A_max + (A_min - A_max)·rank, here without the sign."""
+    chosen = sorted(range(len(old)), key=old.__getitem__)[: max(1, math.floor(rule.share * len(old)))]
+    nats = [entropy[t] for t in chosen]
+    spread = max(nats) - min(nats)
+    rank = {t: (entropy[t] - min(nats)) / spread if spread > 1e-12 else 1.0 for t in chosen}
+    return [-(-rule.least + (-rule.most + rule.least) * rank[t]) if t in rank else 0.0 for t in range(len(old))]
+
+
 MASKS = {"BinaryKlMask": kpop, "VariationMask": vaco, "Freshness": fresh}
 
 
@@ -555,6 +658,7 @@ SURROGATES = {
     "Clip": clip,
     "PolicyGradient": lambda rule, *, lp, a, **_: -a * lp,
     "LogLikelihood": lambda rule, *, lp, **_: -lp,
+    "WholeLikelihood": lambda rule, *, lp, **_: -lp,
     "ClippedWeight": lambda rule, *, lp, x, a, **_: -bounded(math.exp(x.item()), 1 - rule.low, 1 + rule.high) * a * lp,
     "SoftGate": gate,
     "GeometricMean": geometric,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from rondel.core.types import Begin, Commit, Request, Route, Sampling, sample_key
+from rondel.core.types import Begin, Commit, Group, Request, Route, Sampling, Score, Task, Trajectory, sample_key
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.models import names
 from rondel.models.head import LMHead
@@ -91,6 +91,34 @@ async def all_of(e: BuiltinEngine, requests: list[Request]):
 
 
 @torch.no_grad()
+def drawn_groups(
+    loaded: LoadedModel, wants: set[str] | None = None, *, temperature: float = 0.7, **sampling
+) -> list[Group]:
+    """Four answers of five tokens to each of three prompts, with what the engine tells of every draw; a third is right."""
+    asked = [
+        replace(
+            ask([5 + i, 11, 23], key=64 * i + s, n=5, temperature=temperature, **sampling),
+            wants=frozenset({*(wants or ()), "support"}),
+        )
+        for i in range(3)
+        for s in range(4)
+    ]
+    groups = [Group(i, Task(f"t{i}", "fake", {}), [], 0) for i in range(3)]
+    for n, (request, done) in enumerate(zip(asked, asyncio.run(all_of(engine(loaded, max_running=16), asked)))):
+        t = Trajectory()
+        t.extend(list(request.tokens))
+        t.extend(
+            done.tokens,
+            logprobs=done.logprobs,
+            versions=done.versions,
+            support=done.support,
+            behavior_top=done.behavior_top,
+        )
+        t.score = Score(float(n % 3 == 0))
+        groups[n // 4].trajectories.append(t)
+    return groups
+
+
 def plain_logits(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
     """transformers' own eager attention, one sequence, no cache. [T, V]"""
     attention = loaded.model.config._attn_implementation

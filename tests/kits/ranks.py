@@ -85,7 +85,7 @@ def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
 
 def _numpy_fields(known: TokenBatch) -> dict[str, np.ndarray]:
     """What is known of the tokens of a sample, by name."""
-    found = {f.name: getattr(known, f.name) for f in fields(known) if f.name not in ("sample", "teachers")}
+    found = {f.name: getattr(known, f.name) for f in fields(known) if f.name not in ("sample", "teachers", "margins")}
     return {name: x.numpy() for name, x in found.items() if x is not None}
 
 

@@ -94,7 +94,7 @@ def test_a_chain_gives_the_first_verdict_that_drops():
 
 def test_every_name_makes_a_filter():
     whole = group(*(Trajectory(score=Score(r)) for r in (0.0, 1.0)))
-    assert list(FILTERS) == ["complete", "signal", "truncated", "repetition"]
+    assert list(FILTERS) == ["complete", "signal", "truncated", "repetition", "stub"]
     assert all(make()(whole) == KEEP for make in FILTERS.values())
 
 

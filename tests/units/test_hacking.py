@@ -72,6 +72,16 @@ def test_a_run_that_only_learns_is_left_alone(series, seed):
     assert warned(run(**series, seed=seed)) == []
 
 
+def test_counts_of_a_visit_are_no_parts_of_a_reward():
+    rows = run(**HEALTHY, seed=0)
+    counted = [
+        {k: v for k, v in row.items() if not k.startswith("score/part_")}
+        | {"score/part_visit_attempts": 16.0, "score/part_visit_solved": 8 + 0.1 * i}
+        for i, row in enumerate(rows)
+    ]
+    assert warned(counted) == []
+
+
 def test_an_alarm_speaks_again_after_it_was_silent():
     calm = run(4 * SPAN, reward=0.0)
     bad = run(4 * SPAN, form=0.01)

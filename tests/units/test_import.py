@@ -500,6 +500,15 @@ def test_the_clip_ratio_of_verl_has_no_effect_beside_its_defaults():
     assert lines["algo.surrogate.low"] == 0.3 and "algo.surrogate.high" not in lines
 
 
+def test_codapo_of_verl_brings_its_focused_phase():
+    lines = said(
+        "verl", algorithm__adv_estimator="codapo", algorithm__codapo_top_k=3, algorithm__codapo_weight_offset=0.2
+    )
+    assert lines["algo.kind"] == "codapo" and lines["algo.advantage.delta"] == 0.2
+    assert lines["algo.advantage.part"] == "acc"
+    assert lines["task.curriculum"] == {"kind": "focused", "top": 3, "part": "acc"}
+
+
 def test_the_loss_of_verl():
     lines = said("verl", algorithm__adv_estimator="rloo", actor_rollout_ref__actor__loss_agg_mode="seq-mean-token-sum")
     assert (

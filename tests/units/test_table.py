@@ -33,7 +33,7 @@ from rondel.core.errors import ConfigError
 
 
 def test_the_rows_are_what_their_papers_say():
-    assert list(TABLE)[:7] == ["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce", "sft"] and len(TABLE) == 60
+    assert list(TABLE)[:7] == ["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce", "sft"] and len(TABLE) == 66
     assert GRPO.advantage == advantage.GroupNorm(1e-6) and GRPO.aggregate == aggregate.SeqMeanTokenMean()
     assert DR_GRPO.advantage == advantage.GroupCenter() and DR_GRPO.aggregate == aggregate.FixedNorm()
     assert DR_GRPO.surrogate == GRPO.surrogate == surrogate.Clip(0.2, 0.2) and DR_GRPO.kl == GRPO.kl == kl.Kl("k3", 0.0)
@@ -73,7 +73,7 @@ def test_a_row_needs_what_its_parts_read():
         "proximal_logprobs"
     }
     compares = {name for name, row in TABLE.items() if "proximal_logprobs" in row.needs}
-    assert compares == {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo", "real", "otb"}
+    assert compares == {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo", "real", "otb", "opsa"}
     assert {name for name, row in TABLE.items() if row.needs & {"greedy", "guidance"}} == {"remax", "luffy"}
     assert {name for name, row in TABLE.items() if "behavior_logprobs" in row.needs} == {
         "dppo_tv",
@@ -92,6 +92,8 @@ def test_a_row_needs_what_its_parts_read():
         "score_centering",
         "sdpo",
         "rlsd",
+        "codapo",
+        "klpo",
     }
     assert {name for name, row in TABLE.items() if "teacher_logprobs" in row.needs} == {
         *("opd", "iw_opd", "sdar", "sdpo", "rlsd")
@@ -112,6 +114,7 @@ def test_what_reads_the_behavior_need_not_correct_for_it():
         "kpop",
         "score_centering",
         "sdpo",
+        "klpo",
     }
     charged = replace(GRPO, kl=kl.Kl("k1", 0.1, where="reward"))
     assert "behavior_logprobs" in charged.needs and not charged.corrects_staleness
@@ -185,7 +188,8 @@ def test_every_family_is_a_field_of_the_row_and_every_class_can_be_chosen():
         for kind, cls in classes.items():
             if family in ("kl", "entropy", "value"):
                 continue  # one class each, and kl.kind is its own knob
-            assert type(getattr(resolve_algorithm({"kind": "grpo", family: {"kind": kind}}), family)) is cls
+            base = {"least_likely": "opsa"}.get(kind, "grpo")  # what refuses rewards
+            assert type(getattr(resolve_algorithm({"kind": base, family: {"kind": kind}}), family)) is cls
 
 
 # -- errors

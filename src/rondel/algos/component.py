@@ -55,6 +55,9 @@ class Component:
     counts_groups: ClassVar[bool] = False
     """Of an aggregate: it is called with (lengths_N, group_N), for it counts the tokens of a group."""
 
+    whole_distribution: ClassVar[bool] = False
+    """Of a surrogate: log pi is the model's own, at temperature 1 over its whole vocabulary, not the sampler's."""
+
     counts_samples: ClassVar[bool] = False
     """Of an aggregate: its denominator is a number of samples, so one that is masked is counted out again."""
 
@@ -67,6 +70,9 @@ class Component:
     def idle(self) -> Mapping[str, str]:
         """Knobs that change nothing as things stand, and why."""
         return {}
+
+    def refuse_beside(self, parts: Mapping[str, Any]) -> None:
+        """Raise a ConfigError, with its remedy, where the row has `parts`, by family, that this one cannot work with."""
 
     @property
     def slope(self) -> str:
@@ -82,6 +88,18 @@ class Component:
     def behavior_top(self) -> int:
         """Of a surrogate: how many of the tokens that were likeliest at each draw it needs; 0 for none."""
         return 0
+
+    @property
+    def behavior_draws(self) -> int:
+        """Of a surrogate: how many more draws of the same distribution it needs at each draw; 0 for none."""
+        return 0
+
+    @property
+    def asks_again(self) -> tuple[float, int, int] | None:
+        """Of an advantage: with which probability a prompt without a success is asked for another group, how often in
+        all, and of how many of the last groups answers are trained; None: never.
+        """
+        return None
 
     @property
     def anchor(self) -> str:

@@ -94,6 +94,9 @@ class ScoredSamples:
     behavior_T: Tensor | None = None
     ref_T: Tensor | None = None
     teacher_T: Tensor | None = None
+    # by the place of a hint among the teachers: how far, in nats, a token that it makes likelier is from the best one;
+    # -1 where it does not
+    margins: dict[int, Tensor] = field(default_factory=dict)
     proximal_T: Tensor | None = None
     collision_T: Tensor | None = None  # sum of p² over the vocabulary at the token
     turn_T: Tensor | None = None  # int64: the same number along a turn, another in the next; None: a sample is one turn
@@ -102,6 +105,12 @@ class ScoredSamples:
     state_T: Tensor | None = None
     agents: tuple[str, ...] = ()  # N: who acted
     tasks: tuple[str, ...] = ()  # N: what was asked; the same task comes back in later steps
+    unshaped_N: Tensor | None = None  # the rewards as they were given; None: nothing shaped them
+
+    @property
+    def given_N(self) -> Tensor:
+        """[N] the rewards before anything shaped them."""
+        return self.rewards_N if self.unshaped_N is None else self.unshaped_N
 
     @property
     def token_rewards(self) -> Tensor:

@@ -9,8 +9,9 @@ whatever micro-batch the token is in (law 3).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from rondel.algos.component import Component
 from rondel.algos.exponent import LIMIT, bounded_exp
@@ -96,3 +97,33 @@ class LogLikelihood(Component):
 
     def __str__(self) -> str:
         return "-logp"
+
+
+@dataclass(frozen=True)
+class WholeLikelihood(LogLikelihood):
+    """l = -log pi(t) of the model itself, at temperature 1 over its whole vocabulary.  arXiv:2604.01193 (SSD).
+
+    The tokens were drawn at another temperature, or from the likeliest of the vocabulary alone, and are learned as they
+    are: the model comes to write plainly what it wrote under these settings. So it assumes that they improve what the
+    model writes. Log-probabilities of the draw belong to another distribution and enter nowhere.
+    """
+
+    whole_distribution: ClassVar[bool] = True
+
+    def refuse_beside(self, parts: Mapping[str, Any]) -> None:
+        """No ratio, and nothing that compares with log-probabilities of the sampler's temperature."""
+        beside = {
+            "correction.kind": bool(parts["correction"].needs) or parts["correction"].weighs,
+            "kl.coef": bool(parts["kl"].coef),
+            "distill.coef": bool(parts["distill"].coef),
+            "terms": any(term.needs for term in parts["terms"]),
+        }
+        if found := next((name for name, given in beside.items() if given), None):
+            raise ConfigError(
+                f"algo.{found} beside surrogate.kind = 'whole_likelihood': it compares log-probabilities of the "
+                "distribution that tokens were drawn from, and this one learns the model's own at temperature 1. Remove "
+                f"algo.{found.partition('.')[0]}, or use a row that learns from what was drawn (raft, opd, grpo)"
+            )
+
+    def __str__(self) -> str:
+        return "-logp at temperature 1, over the whole vocabulary"

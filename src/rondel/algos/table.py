@@ -26,8 +26,10 @@ from rondel.algos.advantage import (
     WhitenedCenter,
 )
 from rondel.algos.aggregate import FixedNorm, PromptMean, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
+from rondel.algos.anchored import Anchored
 from rondel.algos.component import Component, LossTerm
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
+from rondel.algos.criteria import CriterionBonus
 from rondel.algos.discount import discounted_returns
 from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistill, Observations, ScaledAdvantage
 from rondel.algos.divergence import Divergence
@@ -35,16 +37,19 @@ from rondel.algos.entropy import EntropyBonus
 from rondel.algos.gae import Gae, Returns
 from rondel.algos.group_advantages import AgentBaseline, BatchNorm, Classify, Redistribute, SoftValue
 from rondel.algos.kl import Kl
+from rondel.algos.kl_regression import KlRegression
+from rondel.algos.least_likely import LeastLikely
 from rondel.algos.mask_corrections import BinaryKlMask, Freshness, VariationMask
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.off_policy_surrogates import CappedWeight, CenteredScore, Guided, SecondMoment, Tapered
 from rondel.algos.override import checked_bool, filter_names, loss_terms, override_knobs
 from rondel.algos.prompt_norm import PromptNorm
+from rondel.algos.question_value import QuestionValue
 from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.reward_transforms import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeight, SquaredGap, UnboundedPositive
-from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient
+from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient, WholeLikelihood
 from rondel.algos.tensors import Tensor
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
 from rondel.algos.turn_advantages import StepGroups, TokenBaseline, TurnGae
@@ -81,12 +86,15 @@ FAMILIES: dict[str, dict[str, type]] = {
         "token_baseline": TokenBaseline,
         "preference": Preference,
         "prompt_norm": PromptNorm,
+        "question_value": QuestionValue,
+        "anchored": Anchored,
     },
     "distill": {
         "distill": Distill,
         "early": EarlyDistill,
         "gated": GatedDistill,
         "scaled": ScaledAdvantage,
+        "criteria": CriterionBonus,
         "full": FullDistill,
         "observations": Observations,
     },
@@ -95,6 +103,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "clip": Clip,
         "policy_gradient": PolicyGradient,
         "log_likelihood": LogLikelihood,
+        "whole_likelihood": WholeLikelihood,
         "clipped_weight": ClippedWeight,
         "soft_gate": SoftGate,
         "geometric_mean": GeometricMean,
@@ -113,6 +122,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "future_kl": FutureKl,
         "squared_gap": SquaredGap,
         "centered_score": CenteredScore,
+        "kl_regression": KlRegression,
     },
     "correction": {
         "none": NoCorrection,
@@ -121,6 +131,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "binary_kl_mask": BinaryKlMask,
         "variation_mask": VariationMask,
         "freshness": Freshness,
+        "least_likely": LeastLikely,
     },
     "kl": {"kl": Kl},
     "entropy": {"bonus": EntropyBonus},
@@ -181,6 +192,8 @@ class Algorithm:
                 f"would be weighed twice. "
                 "Remove the correction, or let ratio.anchor be 'proximal' and the surrogate read the ratio"
             )
+        for part in self.parts.values():
+            part.refuse_beside({**self.parts, "terms": self.terms})
 
     @cached_property
     def parts(self) -> dict[str, Any]:
@@ -281,7 +294,7 @@ class Algorithm:
             assert scored.behavior_T is not None and scored.ref_T is not None
             cost_T = self.kl.token_cost(scored.behavior_T, scored.ref_T).to(earned_T.dtype)
             earned_T, shaped_N = earned_T - cost_T, shaped_N - scored.sum_by_sample(cost_T)
-        return replace(scored, rewards_N=shaped_N, earned_T=earned_T)
+        return replace(scored, rewards_N=shaped_N, earned_T=earned_T, unshaped_N=scored.given_N)
 
     def advantages_T(self, scored: ScoredSamples) -> Tensor:
         """The advantage of every trainable token, in the order of the samples."""
@@ -487,6 +500,28 @@ SCORE_CENTERING = replace(
     surrogate=CenteredScore(),
     aggregate=TokenMean(),
 )
+OPSA = replace(
+    GRPO,
+    name="opsa",
+    paper="arXiv:2608.31046",
+    advantage=Constant(-1.0),
+    correction=LeastLikely(),
+    aggregate=TokenMean(),
+)
+SSD = replace(SFT, name="ssd", paper="arXiv:2604.01193", surrogate=WholeLikelihood())
+CODAPO = replace(GRPO, name="codapo", paper="arXiv:2606.07950", advantage=QuestionValue())
+CRIPO = replace(
+    GRPO,
+    name="cripo",
+    paper="arXiv:2607.18082",
+    advantage=GroupCenter(),
+    distill=CriterionBonus(),
+    aggregate=TokenMean(),
+)
+NGU = replace(
+    GRPO, name="ngu", paper="arXiv:2609.13443", advantage=Anchored(), aggregate=TokenMean(), filters=("signal",)
+)
+KLPO = replace(REINFORCE, name="klpo", paper="https://yifanzhang-pro.github.io/KLPO", surrogate=KlRegression())
 RAE = replace(REINFORCE, name="rae", paper="arXiv:2506.24119", advantage=AgentBaseline())
 GIGPO = replace(GRPO, name="gigpo", paper="arXiv:2505.10978", advantage=StepGroups())
 TURN_PPO = replace(PPO, name="turn_ppo", paper="https://github.com/areal-project/AReaL/pull/1600", advantage=TurnGae())
@@ -506,6 +541,7 @@ TABLE = {
         *(VESPO, LUSPO, DRPO, UP, FIPO, VACO, KPOP, A_STAR_PO, REAL, SCALERL),
         *(GAR, RAE, GIGPO, TURN_PPO, OTB, IW_OPD, SDAR, ECHO),
         *(SCORE_CENTERING, SDFT, OPSD, SDPO, RLSD),
+        *(OPSA, SSD, CODAPO, KLPO, NGU, CRIPO),
         *(FLOW_GRPO, DDRL, DDPO),
     )
 }

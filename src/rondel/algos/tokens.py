@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -31,12 +32,14 @@ class TokenBatch:
     reference: Tensor | None = None  # by the reference model
     teacher: Tensor | None = None  # by the teacher, or the weighted mean of several
     teachers: dict[int, Tensor] = field(default_factory=dict)  # by each of them
+    margins: dict[int, Tensor] = field(default_factory=dict)  # by each of them that is a hint: as in ScoredSamples
     values: Tensor | None = None  # what the critic expected before the token
     returns: Tensor | None = None  # what the critic is to learn
     advantages: Tensor | None = None
     collision: Tensor | None = None  # sum of p² over the vocabulary, by the weights that began the step
     score: Tensor | None = None  # the reward of the token's sample
-    # [T, K] of the tokens that were likeliest when it was drawn, -inf for the log-probability of what fills a row up:
+    # [T, K] of the tokens that were likeliest when it was drawn, or that were drawn beside it; -inf for the
+    # log-probability of what fills a row up:
     top_ids: Tensor | None = None  # int64
     top_behavior: Tensor | None = None  # log-probability, of the distribution that drew the token
     top_logprobs: Tensor | None = None  # log pi of the same ids, of the forward pass, with its gradient
@@ -59,30 +62,50 @@ class TokenBatch:
         whole.
         """
         known = {f.name: getattr(self, f.name) for f in fields(self)}
-        teachers = {number: _to_array(value) for number, value in self.teachers.items()}
         more = {
-            "teachers": teachers,
+            "teachers": {number: _to_array(value) for number, value in self.teachers.items()},
+            "margins": {number: _to_array(value) for number, value in self.margins.items()},
             "sample": len(self.sample) if self.sample.stride() == (0,) else _to_array(self.sample),
         }
         return {name: _to_array(value) for name, value in known.items() if name != "sample"} | more
 
     def __setstate__(self, known: dict[str, Any]) -> None:
-        teachers = {number: _to_tensor(value) for number, value in known["teachers"].items()}
-        for name, value in (known | {"teachers": teachers}).items():
+        more = {
+            name: {number: _to_tensor(value) for number, value in known[name].items()}
+            for name in ("teachers", "margins")
+        }
+        for name, value in (known | more).items():
             setattr(self, name, _to_tensor(value))
 
     @staticmethod
     def concat(samples: Sequence[TokenBatch], device: Any = "cpu") -> TokenBatch:
         """The tokens of several samples, one behind the other: what is known of all of them."""
         found: dict[str, Any] = {}
-        for name in (f.name for f in fields(TokenBatch) if f.name not in ("sample", "teachers")):
+        for name in (f.name for f in fields(TokenBatch) if f.name not in ("sample", "teachers", "margins")):
             if not samples or getattr(samples[0], name) is None:
                 continue
             pieces = [getattr(sample, name) for sample in samples]
             if all(piece is not None for piece in pieces):
-                found[name] = torch.cat(pieces).to(device)
+                found[name] = torch.cat(_same_width(pieces, FILLER.get(name))).to(device)
         lengths = torch.tensor([len(sample.sample) for sample in samples], dtype=torch.int64)
         return TokenBatch(torch.arange(len(samples)).repeat_interleave(lengths).to(device), **found)
+
+
+# what fills up the columns of a sample that has fewer than others: truncation left fewer tokens to record
+FILLER = {"top_ids": 0, "top_behavior": -math.inf}
+
+
+def _same_width(pieces: list[Any], filler: float | None) -> list[Any]:
+    """[m, K_i] each -> [m, max K]; as they are where they have no filler."""
+    if filler is None:
+        return pieces
+    widest = max(piece.shape[1] for piece in pieces)
+    return [
+        torch.cat([piece, piece.new_full((len(piece), widest - piece.shape[1]), filler)], 1)
+        if piece.shape[1] < widest
+        else piece
+        for piece in pieces
+    ]
 
 
 def _to_array(value: Any) -> Any:
@@ -116,5 +139,5 @@ class Tokens:
     guided: Tensor  # bool: the token is of a demonstration, not of the policy
     selected: Tensor  # bool: what the surrogate's own `select` chose of the whole update
     age: Tensor  # versions since it was drawn
-    top_behavior: Tensor | None = None  # [T, K] log-probabilities of the likeliest tokens when it was drawn
+    top_behavior: Tensor | None = None  # [T, K] log-probabilities of the likeliest tokens, or of more draws
     top_logprobs: Tensor | None = None  # [T, K] log pi of the same

@@ -58,6 +58,7 @@ class Trainer:
                 "policies, teachers, trainer.memory.offload and place, or use rondel.run"
             )
         self.algo, self.temperature = rows.main, sampling.temperature
+        self._behavior_wants = rows.behavior_wants
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rondel-trainer", daemon=True)
         self._thread.start()
@@ -215,8 +216,7 @@ class Trainer:
 
     async def _sample(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Trajectory]]:
         wants = frozenset({"support"}) if sampling.truncates_support else frozenset[str]()
-        if k := self.algo.surrogate.behavior_top:
-            wants |= {f"behavior_top:{k}"}
+        wants |= self._behavior_wants
         number, self._sampled = self._sampled, self._sampled + len(prompts)
         one = replace(sampling, n=1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
+from rondel.algos.criteria import CriterionBonus
 from rondel.assemble.format_refusals import refuse_formats
 from rondel.core.config.job import Job
 from rondel.core.config.section import split_kind
@@ -37,6 +38,8 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     _check_critic(job, rows.main)
     _check_teacher(job, rows, sampling)
     _check_behavior_top(job, rows)
+    _check_whole_distribution(rows, sampling)
+    _check_focused(job, rows)
     _check_policies(job, rows)
     refuse_formats(job, rows)
     for row in rows.all_rows:
@@ -168,7 +171,7 @@ def refuse_unrepeatable(job: Job, device: str, ranks: int) -> None:
             f'engine.speculative.kind = "{job.engine.speculative.kind}" guesses as much as its clock says is worth it: set it to "off"',
         ),
         (
-            job.task.curriculum.get("kind") not in ("priority", "band"),
+            job.task.curriculum.get("kind") not in ("priority", "band", "focused"),
             "task.curriculum draws by what has ended so far, and when that was is not recorded: use shuffle or "
             "easy_first",
         ),
@@ -250,6 +253,7 @@ def _check_engine_ranks(job: Job) -> None:
 
 
 # environments whose one agent has no name
+SOLUTION = "{solution}"
 NAMELESS = {"single_turn", "tools", "search", "gateway", "verifiers", "gym", "repository"}
 
 
@@ -349,6 +353,9 @@ def _check_critic(job: Job, row: Algorithm) -> None:
 
 
 def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
+    for row in rows.all_rows:
+        if isinstance(row.distill, CriterionBonus):
+            _check_criteria(job, row.distill, sampling)
     pupil = rows.student_row
     if (pupil is not None) != (job.model.teacher is not None):
         raise ConfigError(
@@ -404,6 +411,39 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             )
 
 
+def _check_criteria(job: Job, rule: CriterionBonus, sampling: Sampling) -> None:
+    """Criteria of a reward, each with a hint that the policy reads."""
+    mesh, hints = job.place.mesh.to_mesh(job.place.ranks), job.model.teachers
+    absent = next((f"{name} = {place:g}" for name, place in rule.criteria.items() if place >= len(hints)), "")
+    rules = [
+        (
+            bool(rule.criteria) or not rule.coef,
+            "has no criteria: set algo.distill.criteria = { form = 0 }, parts of the reward, each with the place of its "
+            "hint in model.teacher = [{ context = '{prompt} Mind the form.' }]",
+        ),
+        (not absent, f"names a hint that model.teacher does not have: {absent}, and it has {len(hints)}"),
+        (
+            all(t.is_policy and SOLUTION not in (t.context or "") for t in hints),
+            "scores with the policy behind hints that every answer has: give each entry of model.teacher a context "
+            "without {solution}, and neither path nor url",
+        ),
+        (
+            not sampling.truncates_support,
+            "compares with the log-probabilities of the draw, and top_k or top_p cut these: set them to 0 and 1",
+        ),
+        (
+            mesh.world == mesh.data,
+            "looks for the best token in the whole vocabulary: use place.ranks or place.mesh = { shards, replicas } "
+            "without cp, tp and pp",
+        ),
+    ]
+    for holds, rule_text in rules:
+        if not holds:
+            raise ConfigError(
+                f'algo.distill.kind = "criteria" {rule_text}', page="docs/train.md#a-teacher-demonstrations-preferences"
+            )
+
+
 def _check_teachers_read(job: Job) -> None:
     """trainer.memory.teachers = "one"."""
     mesh = job.place.mesh.to_mesh(job.place.ranks)
@@ -430,10 +470,15 @@ def _check_teachers_read(job: Job) -> None:
 
 
 def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
-    """A row that reads a head of the vocabulary at every draw."""
+    """A row that reads a head of the vocabulary, or more draws, at every draw."""
     if "behavior_top" not in rows.needs:
         return
     rules = [
+        (
+            len(rows.behavior_wants) == 1,
+            f"rows of this recipe want different things of it ({', '.join(sorted(rows.behavior_wants))}): give all sources "
+            "rows that read the likeliest tokens, or that read more draws",
+        ),
         (
             job.engine.kind == "builtin",
             f'engine.kind = "{job.engine.kind}" does not tell them of the distribution that it draws from: use "builtin"',
@@ -446,7 +491,39 @@ def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
     ]
     for holds, rule in rules:
         if not holds:
-            raise ConfigError(f"algo.surrogate needs the likeliest tokens of every draw, and {rule}")
+            raise ConfigError(f"algo.surrogate reads more of the distribution of every draw than its token, and {rule}")
+
+
+def _check_focused(job: Job, rows: AlgorithmRows) -> None:
+    """An order in which a whole batch decides what the next one asks."""
+    if job.task.curriculum.get("kind") != "focused":
+        return
+    filters = [*rows.main.filters, *map(str, job.task.filters)]
+    rules = [
+        (job.loop.max_staleness == 0, "decides by the batch before: set loop.max_staleness = 0"),
+        (not filters, f"asks for whole batches, and filters leave groups out ({', '.join(filters)}): remove them"),
+        (not job.loop.oversample.groups, "asks for whole batches: set loop.oversample = 0"),
+        ("sources" not in job.task.data, "orders one source: take data without sources"),
+        (
+            job.task.curriculum.get("top", 4) <= job.loop.groups_per_step,
+            f"asks top = {job.task.curriculum.get('top', 4)} questions again, and a batch has "
+            f"{job.loop.groups_per_step}: lower it",
+        ),
+    ]
+    for holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"task.curriculum.kind = 'focused' {rule}", page="docs/generate.md#tasks")
+
+
+def _check_whole_distribution(rows: AlgorithmRows, sampling: Sampling) -> None:
+    """A trainer computes log-probabilities at one temperature: the sampler's, or 1 for a row that learns the model's own."""
+    kinds = {row.surrogate.whole_distribution: row.name for row in rows.all_rows}
+    if len(kinds) > 1 and (sampling.temperature != 1 or sampling.truncates_support):
+        raise ConfigError(
+            f"'{kinds[True]}' learns the model's own distribution at temperature 1, and '{kinds[False]}' that of the "
+            f"sampler (temperature = {sampling.temperature:g}, top_k = {sampling.top_k}, top_p = {sampling.top_p:g}): "
+            "give all sources rows of one kind, or sample with temperature = 1, top_k = 0 and top_p = 1"
+        )
 
 
 def _check_replays(job: Job, row: Algorithm) -> None:

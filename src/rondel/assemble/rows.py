@@ -18,7 +18,7 @@ ALONE = {  # what a row may ask of the whole run, and so of the main row only
     "guidance": "it needs a demonstration in every group",
 }
 
-TAUGHT = frozenset({"teacher_logprobs", "teacher_hidden"})  # what a row may ask of a teacher
+TAUGHT = frozenset({"teacher_logprobs", "teacher_hidden", "criterion_margins"})  # what a row may ask of a teacher
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,28 @@ class AlgorithmRows:
         """The first that learns from a teacher."""
         return next((row for row in self.all_rows if row.needs & TAUGHT), None)
 
+    def row_of(self, stream: str) -> Algorithm:
+        """Whatever trains the samples of a source."""
+        return self.of.get(stream, (self.main, 1.0))[0]
+
     def needs_teacher(self, stream: str) -> bool:
         """Whether a teacher must speak of the samples of a source."""
-        return bool(TAUGHT & self.of.get(stream, (self.main, 1.0))[0].needs)
+        return bool(TAUGHT & self.row_of(stream).needs)
+
+    @property
+    def behavior_wants(self) -> frozenset[str]:
+        """Of the engine at every draw, for the rows that read more of its distribution than the token."""
+        asked = {
+            "behavior_top": max(row.surrogate.behavior_top for row in self.all_rows),
+            "behavior_draws": max(row.surrogate.behavior_draws for row in self.all_rows),
+        }
+        return frozenset(f"{name}:{count}" for name, count in asked.items() if count)
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset().union(*(row.needs for row in self.all_rows))
+        """Of all rows; and "whole_distribution" where the main one learns the model's own."""
+        whole = {"whole_distribution"} if self.main.surrogate.whole_distribution else set()
+        return frozenset(whole).union(*(row.needs for row in self.all_rows))
 
 
 def rows_of(job: Job) -> AlgorithmRows:

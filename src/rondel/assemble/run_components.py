@@ -77,9 +77,9 @@ class Components:
         return StepWatch(self.pool, lambda: self.engine) if self.pool.separators else None
 
     @cached_property
-    def behavior_top(self) -> int:
-        """How many of the likeliest tokens a row wants of every draw; 0 for none."""
-        return max(row.surrogate.behavior_top for row in self.rows.all_rows)
+    def behavior_wants(self) -> frozenset[str]:
+        """What rows want of every draw beside the token: the likeliest tokens, or more draws."""
+        return self.rows.behavior_wants
 
     @cached_property
     def replays_routing(self) -> bool:

@@ -20,6 +20,7 @@ BEYOND = {  # what a row may need that has passes of its own
     "teacher_logprobs": "a teacher",
     "teacher_hidden": "the whole distribution of a teacher",
     "behavior_top": "the likeliest tokens of every draw",
+    "criterion_margins": "hints at criteria",
 }
 
 

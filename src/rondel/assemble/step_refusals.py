@@ -24,6 +24,7 @@ from rondel.models.model_type import model_type_of
 NEXT_TOKEN = {  # what a row may need that is computed of the next token, for every token
     "teacher_logprobs": "a teacher",
     "teacher_hidden": "a teacher",
+    "criterion_margins": "hints at criteria",
     "values": "a critic",
     "behavior_top": "the likeliest tokens of every draw",
     "collisions": "the whole vocabulary at every draw",
@@ -261,6 +262,7 @@ def refusals_of_steps(
     odd = {need: told for need, told in NEXT_TOKEN.items() if not (has_critic and need == "values")}
     for row in rows.all_rows:
         needs = sorted({told for need, told in odd.items() if need in row.needs})
+        needs += ["the whole vocabulary at temperature 1"] * row.surrogate.whole_distribution
         rules.append((not needs, f"algo.kind = '{row.name}' needs {', '.join(needs)}: use {instead}"))
         if not learns_noise:
             rules.append(

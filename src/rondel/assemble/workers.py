@@ -198,6 +198,7 @@ def trainer_of(
         max(1, micro.value // each),
         replay_routes=replays_routing(job, loaded),
         mismatch_bound=mismatch_bound(job, loaded),
+        whole="whole_distribution" in needs,
     )
     if budget == "auto" and is_text and not on_gpu:
         settings = replace(settings, micro_group=planner.MOST_MICRO)
@@ -591,12 +592,19 @@ def mismatch_bound(job: Job, loaded: LoadedModel | ModelInfo) -> float:
 
 
 def settings_of(
-    job: Job, sampling: Sampling, micro_tokens: int, *, replay_routes: bool, mismatch_bound: float
+    job: Job,
+    sampling: Sampling,
+    micro_tokens: int,
+    *,
+    replay_routes: bool,
+    mismatch_bound: float,
+    whole: bool = False,
 ) -> TrainSettings:
+    """`whole`: log-probabilities are the model's own, whatever temperature drew the tokens."""
     t = job.trainer
     return TrainSettings(
         lr=t.lr,
-        temperature=sampling.temperature,
+        temperature=1.0 if whole else sampling.temperature,
         schedule=t.schedule,
         warmup_steps=t.optimizer.warmup_steps,
         steps=job.steps,

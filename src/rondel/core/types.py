@@ -249,6 +249,8 @@ def _from_bytes(kind: str, raw: Any) -> TokenColumn:
 POLICY = "policy"  # the run's own, which plays whoever has no weights of its own
 # the `policy` of what stands beside a group's samples: the data set's answer, the most likely one
 DATA, GREEDY = "data", "greedy"
+# parts of the score of an answer to a prompt that is asked several times: of how many answers so many were right
+ATTEMPTS, SOLVED = "visit_attempts", "visit_solved"
 BESIDE = "world."  # begins the names of agents that make no attempt at the task (core/transitions.py)
 
 
@@ -286,7 +288,7 @@ class Trajectory:
     experts   [T-1,L,K]  routed experts of a MoE; None for a dense model
     support   [T] ids    what the token was drawn from, where truncation cut the rest; None where
               nothing was cut, and for all if nothing ever was
-    behavior_top [T]     (ids [K], log-probabilities [K]) of the likeliest tokens where it was drawn, by the distribution
+    behavior_top [T]     (ids [K], log-probabilities [K]) of the likeliest tokens, or of more draws, by the distribution
               that drew it; None where the policy only read, and for all unless a row needs them
     steps                one for each token that the policy wrote, where its tokens do not say it all: the points of a flow
               or the actions in a world (core/continuous_steps.py), whose token is the number of the step, or of an action
@@ -682,7 +684,7 @@ class Completion:
     prompt_logprobs   [P]      raw, of the given tokens; the first entry is 0
     prompt_top_logprobs [P,K]  the K most likely tokens in their places; the first entry is empty
     support           [T]      the ids a token was drawn from, ascending; None where nothing was cut
-    behavior_top      [T]      (ids [K], log-probabilities [K]) of the likeliest tokens of the distribution drawn from
+    behavior_top      [T]      (ids [K], log-probabilities [K]) of the likeliest tokens, or of more draws, of the distribution drawn from
     steps             [T]      `Trajectory.steps` of the drawn tokens
     actions           [H, n]   what a world takes of the one step that was drawn, behind each other
     measured                   what an engine says of steps that the request brought, by name

@@ -34,6 +34,7 @@ from rondel.core.types import (
     sample_key,
 )
 from rondel.driver.demonstration_stream import DemonstrationStream
+from rondel.driver.prompt_visit import PromptVisit
 from rondel.driver.step_watch import CURRENT_ANSWER, StepWatch
 from rondel.driver.teacher_prompts import write_teacher_prompts
 from rondel.generate.engine.resumption import generate_until_done
@@ -80,22 +81,41 @@ class GroupRollouts:
         job = self.parts.job
         self.seed, self.system, self.cast = job.loop.seed, job.task.system, job.agent_policies
         self.failures = None if self.parts.failures.is_unlimited else self.parts.failures
+        self.asks_again = any(row.advantage.asks_again for row in self.parts.rows.all_rows)
         self.contexts = [] if job.model.teacher is None else [teacher.context for teacher in job.model.teachers]
 
     async def generate_group(self, slot: Slot) -> Group:
         """G trajectories at once, each scored as soon as it is written, while its siblings still are."""
-        asked = [self._run_scored_episode(slot, index) for index in range(self.group_size)]
-        if self.greedy:
-            asked.append(self._run_scored_episode(slot, self.group_size, GREEDY))
-        asked += [self._demonstrate_task(slot, DATA) for _ in range(self.guides)]
-        episodes = list(await asyncio.gather(*asked))
-        if self.scores_together:
-            await self._score_together(slot, episodes)
+        visit = self._open_visit(slot)
+        episodes = await self._run_round(slot, 0)
+        while visit is not None and visit.should_ask_again(episodes):
+            episodes = await self._run_round(slot, visit.rounds * (self.group_size + 1))
+        if visit is not None:
+            episodes = visit.close()
         group = Group(slot.number, slot.task, join_episodes(episodes), slot.born)
         if self.contexts and self.parts.rows.needs_teacher(slot.task.stream):
             info = self.parts.model_info
             write_teacher_prompts(group, self.contexts, Template(info.tokenizer, None), info.max_context)
         return group
+
+    def _open_visit(self, slot: Slot) -> PromptVisit | None:
+        """Of a row that asks a prompt again while none of its answers is right."""
+        if not self.asks_again:
+            return None
+        rule = self.parts.rows.row_of(slot.task.stream).advantage.asks_again
+        return None if rule is None else PromptVisit(slot.task.id, self.seed, slot.number, *rule)
+
+    async def _run_round(self, slot: Slot, first: int) -> list[list[Trajectory]]:
+        """G scored episodes whose numbers begin with `first`, and in the first round what stands beside them."""
+        asked = [self._run_scored_episode(slot, first + index) for index in range(self.group_size)]
+        if self.greedy and not first:
+            asked.append(self._run_scored_episode(slot, self.group_size, GREEDY))
+        if not first:
+            asked += [self._demonstrate_task(slot, DATA) for _ in range(self.guides)]
+        episodes = list(await asyncio.gather(*asked))
+        if self.scores_together:
+            await self._score_together(slot, episodes, first)
+        return episodes
 
     @property
     def scores_together(self) -> bool:
@@ -143,7 +163,7 @@ class GroupRollouts:
             await self.score_episode(episode, slot.task)
         return episode
 
-    async def _score_together(self, slot: Slot, episodes: list[list[Trajectory]]) -> None:
+    async def _score_together(self, slot: Slot, episodes: list[list[Trajectory]], first: int = 0) -> None:
         """A groupwise reward sees all answers in one call. While a run pauses all are asked for again, and those that the
         world broke are played again first.
         """
@@ -156,7 +176,7 @@ class GroupRollouts:
             for i in asked:
                 if isinstance(episodes[i][0].outcome, EnvFault):
                     policy = GREEDY if i == self.group_size else POLICY
-                    episodes[i] = assign_parents(await self._sample_episode(slot, i, policy))
+                    episodes[i] = assign_parents(await self._sample_episode(slot, first + i, policy))
                 elif not _is_dropped(episodes[i][0]):
                     episodes[i][0].score = None
 
@@ -212,8 +232,8 @@ class GroupRollouts:
                 refuse_untrainable(request.sampling)
             if p.replays_routing and sampling is None:
                 request.wants |= {"experts"}
-            if p.behavior_top and sampling is None:
-                request.wants |= {f"behavior_top:{p.behavior_top}"}
+            if sampling is None:
+                request.wants |= p.behavior_wants
             if sampling is not None or not (p.sampling.truncates_support or request.sampling.truncates_support):
                 return await ask_engine(request)
             request.wants |= {"support"}
@@ -288,6 +308,9 @@ class SupervisedRollouts(GroupRollouts):
 
     async def generate_group(self, slot: Slot) -> Group:
         return replace(await super().generate_group(slot), supervised=True)
+
+    def _open_visit(self, slot: Slot) -> PromptVisit | None:
+        return None
 
     async def _sample_episode(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
         episode = await self._demonstrate_task(slot, policy)

@@ -12,12 +12,14 @@ from rondel.filter.complete import Complete
 from rondel.filter.length import truncated
 from rondel.filter.repetition import Repetition
 from rondel.filter.signal import signal
+from rondel.filter.stub import stub
 
 FILTERS: dict[str, Callable[..., Filter]] = {
     "complete": Complete,
     "signal": lambda: signal,
     "truncated": lambda: truncated,
     "repetition": Repetition,
+    "stub": lambda: stub,
 }
 
 

@@ -43,6 +43,7 @@ ROWS = {  # algorithm.adv_estimator -> (row, advantage laid over it)
     "gdpo": ("gdpo", None),
     "optimal_token_baseline": ("otb", None),
     "tir_optimal_token_baseline": ("otb", None),
+    "codapo": ("codapo", None),
 }
 SCORERS = {"openai/gsm8k": "number"} | dict.fromkeys(  # data_source -> the reward nearest to theirs
     (
@@ -219,6 +220,8 @@ def _algorithm_lines(s: PeerSettings) -> Iterator[Part]:
         yield RecipeLine("algo.advantage.kind", "group_norm" if s[normed] else "group_center", (estimator, normed))
     elif advantage:
         yield RecipeLine("algo.advantage.kind", advantage, (estimator,))
+    if s[estimator] == "codapo":
+        yield from _codapo_lines(s)
     if s[estimator] in CHARGED:
         yield RecipeLine("algo.advantage.gamma", float(s.require_number("algorithm.gamma")), ("algorithm.gamma",))
     if s[estimator] == "grpo_passk":
@@ -228,6 +231,21 @@ def _algorithm_lines(s: PeerSettings) -> Iterator[Part]:
         yield from _critic_lines(s)
     if advantage != "group_norm" and s[estimator] != "grpo_passk" and s.is_set(normed):
         yield MissingKeys((normed,), f"it has no effect there with adv_estimator = {s[estimator]}")
+
+
+def _codapo_lines(s: PeerSettings) -> Iterator[Part]:
+    """Keys that came after the release whose keys are known here, with their defaults."""
+    defaults = {"codapo_weight_offset": 0.1, "codapo_accuracy_key": "acc", "codapo_top_k": 4}
+    given = {name: s.values.get(f"algorithm.{name}", default) for name, default in defaults.items()}
+    ours = {
+        "algo.advantage.delta": float(given["codapo_weight_offset"]),
+        "algo.advantage.part": str(given["codapo_accuracy_key"]),
+    }
+    for (key, value), name in zip(ours.items(), defaults, strict=False):
+        ask = "the reward must return it as a part: { acc = 1.0, ... }" if name == "codapo_accuracy_key" else ""
+        yield RecipeLine(key, value, (f"algorithm.{name}",), ask=ask)
+    table = {"kind": "focused", "top": int(given["codapo_top_k"]), "part": ours["algo.advantage.part"]}
+    yield RecipeLine("task.curriculum", table, ("algorithm.codapo_top_k",), "every other batch, as there")
 
 
 def _critic_lines(s: PeerSettings) -> Iterator[Part]:

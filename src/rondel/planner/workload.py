@@ -26,7 +26,7 @@ CRITICS, TEACHERS, REFERENCES = (
 )
 IMAGE = 1024  # tokens of an image whose size nobody says: some 900 x 900 pixels
 ON_THIS_CPU = "device = auto is planned as this machine's CPU; --what-if hardware=h100 plans another"
-PROXIMAL = {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo", "real", "otb"}
+PROXIMAL = {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo", "real", "otb", "opsa"}
 
 
 @dataclass(frozen=True, slots=True)

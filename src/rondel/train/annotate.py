@@ -17,6 +17,7 @@ from rondel.models.routing_tape import RoutingTape
 from rondel.models.step_head import StepHead
 from rondel.train.logprobs import (
     collision_probability,
+    logprob_and_best,
     logprob_and_entropy,
     logprob_entropy_and_kl,
     logprob_entropy_and_top,
@@ -298,6 +299,41 @@ def annotate_collisions(
             done += packed.samples
             batch.write_tokens(packed.samples, collision=found)
     ranks.exchange_tokens(batch, done, "collision")
+
+
+@torch.no_grad()
+def annotate_margins(
+    loaded: LoadedModel,
+    batch: TrainBatch,
+    number: int,
+    *,
+    budget: int,
+    temperature: float,
+    share: bool = True,
+    ranks: SingleRank = ALONE,
+    shapes: MicroBatchShapes | None = None,
+) -> None:
+    """Write as margin `number` of every sample's tokens, which are read behind a hint: log p(best) - log p(token) where
+    the token is likelier than when it was drawn, else -1.
+    """
+    done: list[int] = []
+    where: dict[str, Any] = {"rank": ranks.data_rank, "ranks": ranks.data_size, "shapes": shapes}
+    for packed in micro_batches(batch, budget, share=share, device=loaded.device, **where):
+
+        def compute_logprobs(head: LMHead, packed: Any = packed) -> tuple[Tensor, Tensor]:
+            hidden = loaded.hidden_states(
+                packed.tokens, packed.positions, packed.layout, None, packed.encode_images(loaded)
+            )
+            return logprob_and_best(hidden.index_select(0, packed.source), packed.target, head, temperature=temperature)
+
+        own, best = map(packed.join_targets, loaded.run_with_head(compute_logprobs))
+        if packed.idle:
+            continue
+        done += packed.samples
+        drawn = batch.tokens(packed.samples, loaded.device).behavior
+        assert drawn is not None, "the log-probabilities of the behavior are not known"
+        batch.write_margins(packed.samples, number, torch.where(own > drawn, best - own, -1.0))
+    ranks.exchange_tokens(batch, done, "margins")
 
 
 @torch.no_grad()

@@ -294,6 +294,17 @@ def collision_probability(
     return _cat_pieces(out, hidden)
 
 
+@torch.no_grad()
+def logprob_and_best(hidden: Tensor, target: Tensor, head: LMHead, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """[M] log-probabilities of the targets, and of the likeliest token in the place of each."""
+    own, best = [], []
+    for rows in _row_chunks(hidden, head.weight.shape[0]):
+        log_p = (head.logits(hidden[rows]).float() / temperature).log_softmax(-1)
+        own.append(log_p.gather(-1, target[rows, None])[:, 0])
+        best.append(log_p.amax(-1))
+    return _cat_pieces(own, hidden), _cat_pieces(best, hidden)
+
+
 def choose_logprob_kernel(hidden: Tensor, head: LMHead, kept: SupportMask | None = None) -> KernelChoice:
     """Whether `logprob_and_entropy` takes the kernel."""
     weight, kind = head.weight, type(head.weight)

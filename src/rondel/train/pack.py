@@ -217,12 +217,17 @@ class TrainBatch:
             behavior_T=_double(tokens.behavior),
             ref_T=_double(tokens.reference),
             teacher_T=_double(tokens.teacher),
+            margins={n: torch.cat([s.known.margins[n] for s in self.samples]).double() for n in self._hints()},
             proximal_T=_double(tokens.proximal),
             collision_T=_double(tokens.collision),
             agents=tuple(s.agent for s in self.samples),
             tasks=tuple(s.task for s in self.samples),
             **self._turns(),
         )
+
+    def _hints(self) -> list[int]:
+        """Hints that all samples were scored under."""
+        return sorted(set.intersection(*(set(s.known.margins) for s in self.samples))) if self.samples else []
 
     def _turns(self) -> dict[str, Tensor]:
         if not any(s.several_turns for s in self.samples):
@@ -258,6 +263,11 @@ class TrainBatch:
         for sample, piece in self._split_tokens(chosen, values_M):
             sample.known.teachers[number] = piece
 
+    def write_margins(self, chosen: Sequence[int], number: int, values_M: Tensor) -> None:
+        """Give the chosen samples their margins under one hint."""
+        for sample, piece in self._split_tokens(chosen, values_M):
+            sample.known.margins[number] = piece
+
     def _split_tokens(self, chosen: Sequence[int] | None, values_T: Tensor) -> Iterator[tuple[TrainSample, Tensor]]:
         picked = self.samples if chosen is None else [self.samples[i] for i in chosen]
         yield from zip(
@@ -278,6 +288,13 @@ class TrainBatch:
     def is_noted(self) -> bool:
         """Whether the proximal log-probabilities are with the samples."""
         return all(s.known.proximal is not None for s in self.samples)
+
+    def restore_vocabulary(self) -> None:
+        """Forget what truncation cut off when the tokens were drawn: their log-probabilities become those of the whole
+        distribution.
+        """
+        for sample in self.samples:
+            sample.support = None
 
     def trainable_samples(self, row: Algorithm) -> TrainBatch:
         """The samples that give a gradient: all, or those that were not cut off where the row masks truncated ones."""

@@ -103,14 +103,14 @@ class SingleRank:
         for i, tokens in known.items():
             for name in names:
                 value = getattr(tokens, name)
-                parts = value if name == "teachers" else {"": value}
+                parts = value if name in ("teachers", "margins") else {"": value}
                 found |= {f"{i} {name} {number}": part.flatten() for number, part in parts.items()}
         for theirs in self.gather_arrays(found):
             for key, values in theirs.items():
                 at, name, number = key.split(" ")
                 tokens = batch.samples[int(at)].known
                 if number:
-                    tokens.teachers[int(number)] = values
+                    getattr(tokens, name)[int(number)] = values
                 else:
                     n = len(tokens.sample)
                     setattr(tokens, name, values if len(values) == n else values.view(n, -1))

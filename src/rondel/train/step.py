@@ -261,6 +261,12 @@ class LocalTrainer:
                     )
 
             self.teachers.query_teachers(batch, store_teacher_states)
+        if "criterion_margins" in needs:
+
+            def annotate_hint(policy: LoadedModel, own: TrainBatch, number: int) -> None:
+                notes.annotate_margins(policy, own, number, **how)
+
+            self.teachers.query_teachers(batch, annotate_hint)
         if "values" in needs:
             assert self.critic is not None, "the row needs values, and the trainer was built without a critic"
             self.critic.annotate_values(batch, self.settings)
@@ -370,6 +376,8 @@ class LocalTrainer:
         """
         for update in updates:
             for row, _, share in update.split_by_row(algo):
+                if row.surrogate.whole_distribution:
+                    share.restore_vocabulary()
                 self._annotate(share, row.needs | more)
         known: dict[str, float] = {}
         for row, _, share in batch.split_by_row(algo):

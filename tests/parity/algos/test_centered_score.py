@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
 
 from kits.algos import F64, near, tokens
-from kits.engine import all_of, ask, engine, tiny
+from kits.engine import drawn_groups, tiny
 from kits.runs import run
 from kits.train import apart, gradient, row, trainer
 from rondel.algos.off_policy_surrogates import CenteredScore
 from rondel.algos.table import resolve_algorithm
 from rondel.buffer.state import decode, encode
 from rondel.core.errors import ConfigError, TrainError
-from rondel.core.types import Group, Score, Task, Trajectory
+from rondel.core.types import Trajectory
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.runtime.journal import store
 from rondel.train.advantages import compute_advantages
@@ -127,36 +125,10 @@ def test_what_fills_up_a_row_counts_for_nothing():
 # ----------------------------------------------------------------------------------------------
 
 
-def drawn(loaded, *, top: int, temperature: float = 0.7, **sampling) -> list[Group]:
-    """Answers to three prompts with the likeliest tokens of every draw."""
-    asked = [
-        replace(
-            ask([5 + i, 11, 23], key=64 * i + s, n=5, temperature=temperature, **sampling),
-            wants=frozenset({f"behavior_top:{top}", "support"}),
-        )
-        for i in range(3)
-        for s in range(4)
-    ]
-    groups = [Group(i, Task(f"t{i}", "fake", {}), [], 0) for i in range(3)]
-    for n, (request, done) in enumerate(zip(asked, asyncio.run(all_of(engine(loaded, max_running=16), asked)))):
-        t = Trajectory()
-        t.extend(list(request.tokens))
-        t.extend(
-            done.tokens,
-            logprobs=done.logprobs,
-            versions=done.versions,
-            support=done.support,
-            behavior_top=done.behavior_top,
-        )
-        t.score = Score(float(n % 3 == 0))
-        groups[n // 4].trajectories.append(t)
-    return groups
-
-
 @pytest.mark.parametrize("cut", [{}, {"top_k": 4}], ids=["whole", "cut"])
 def test_the_engine_tells_the_distribution_that_it_drew_from(cut):
     loaded = tiny()
-    for group in drawn(loaded, top=6, **cut):
+    for group in drawn_groups(loaded, {"behavior_top:6"}, **cut):
         for t in group.trajectories:
             assert t.behavior_top is not None and t.behavior_top[:3] == [None] * 3
             for at in range(3, len(t.tokens)):
@@ -170,7 +142,7 @@ def test_the_engine_tells_the_distribution_that_it_drew_from(cut):
 def test_the_trainer_centers_by_the_same_tokens_in_any_split():
     """The gradient on the weights against autograd through written-out logits; the policy is not the behavior."""
     loaded, algo = tiny(), row("score_centering", surrogate={"low": 0.8, "high": 1.2, "top": 6})
-    groups = drawn(loaded, top=6)
+    groups = drawn_groups(loaded, {"behavior_top:6"})
     with torch.no_grad():
         for p in loaded.model.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
@@ -198,8 +170,20 @@ def test_the_trainer_centers_by_the_same_tokens_in_any_split():
     assert wanted.norm() > 1e-3 and apart(whole, wanted) <= 1e-4
 
 
+@pytest.mark.parametrize("kind,knobs", [("score_centering", {"top": 6}), ("klpo", {"estimator": "topk", "top": 6})])
+def test_answers_with_fewer_tokens_to_record_stand_in_one_batch(kind, knobs):
+    """Top-p left some answers 3 tokens at the most and others 6: together they have the gradient of each alone."""
+    loaded, algo = tiny(), row(kind, surrogate=knobs)
+    b = batch_of(drawn_groups(loaded, {"behavior_top:6"}, top_p=0.5))
+    assert len({s.known.top_ids.shape[1] for s in b.samples}) > 1
+    t = trainer(loaded, algo, temperature=0.7)
+    compute_advantages(b, algo)
+    together = gradient(t, b, algo)
+    assert together.norm() > 1e-4 and apart(gradient(t, b, algo, micro_tokens=1), together) <= 1e-6
+
+
 def test_what_the_engine_told_survives_the_store_and_the_buffer(tmp_path):
-    made = drawn(tiny(), top=3)
+    made = drawn_groups(tiny(), {"behavior_top:3"})
     store.write_step(tmp_path, 1, made)
     for again in (store.groups_of(store.read_step(tmp_path, 1)), [decode(encode(copy.deepcopy(g))) for g in made]):
         for ours, theirs in zip(batch_of(made).samples, batch_of(again).samples, strict=True):
@@ -241,7 +225,7 @@ def test_a_run_centers_stores_what_it_needs_and_refuses_without_it(tmp_path):
             place__kind="split",
         )
     loaded, algo = tiny(), row("score_centering")
-    groups = drawn(loaded, top=3)
+    groups = drawn_groups(loaded, {"behavior_top:3"})
     groups[0].trajectories[0].behavior_top = None
     b = batch_of(groups)
     compute_advantages(b, algo)

@@ -34,6 +34,8 @@ def test_the_explained_slope_of_a_row_is_its_gradient(row, u, score):
     row.surrogate(seen).loss_T.sum().backward()
     names = {
         "exp": math.exp,
+        "log": math.log,
+        "beta": getattr(row.surrogate, "beta", None),
         "A": 0.7,
         "u": u,
         "min": min,

@@ -370,6 +370,28 @@ def test_a_token_counts_by_the_versions_since_it_was_drawn():
     assert Freshness(2.0).weights_of(tokens(tensor(0), tensor(0), tensor(1), age=tensor(4))).tolist() == [0.25]
 
 
+def test_codapo_counts_a_question_by_confidence_and_difficulty():
+    """Three groups of four answers of two tokens: half right, all right, one right and the policy less sure of it."""
+    rewards = tensor(1, 0, 1, 0, 1, 1, 1, 1, 0, 0, 0, 1)
+    group = torch.arange(3).repeat_interleave(4)
+    logp = tensor(*[-0.2] * 8, *[-0.1] * 8, *[-1.0] * 8)
+    logp[0], logp[1] = -0.1, -0.3  # the mean over an answer's tokens counts
+    told = replace(scored(rewards, group, torch.full((12,), 2)), behavior_T=logp)
+    rule = table.CODAPO.advantage
+    wanted = [math.exp(-0.2)] * 4 + [0.0] * 4 + [math.exp(-1.0) * 0.75] * 4
+    assert near(rule.values_N(told), wanted)
+    plain = advantage.GroupNorm()(told)
+    assert near(rule(told), (torch.tensor(wanted, dtype=F64) + 0.1) * plain) and rule(told)[4:8].tolist() == [0.0] * 4
+    shaped = replace(told, rewards_N=rewards - 0.7, unshaped_N=rewards)  # what shapes a reward says nothing of right
+    assert near(rule.values_N(shaped), wanted)
+    graded = replace(told, rewards_N=rewards * 0.3, parts={"acc": rewards})
+    assert near(replace(rule, part="acc").values_N(graded), wanted) and near(rule.values_N(graded), [0.0] * 12)
+    with pytest.raises(ConfigError, match="has no such part; it has: acc"):
+        replace(rule, part="right").values_N(graded)
+    with pytest.raises(ConfigError, match="would change their sign"):
+        replace(rule, delta=-1.0)
+
+
 def test_the_coefficient_doubles_and_halves():
     rule = kl.Kl("k1", 0.2, "reward", target=3.0, steer="doubling")
     assert [rule.next_coef(nats, 8) for nats in (4.6, 4.4, 2.1, 1.9)] == [0.4, 0.2, 0.2, 0.1]

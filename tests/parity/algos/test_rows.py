@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
-from kits.algos import F64, Ragged, lively, near, slope, tensor
+from kits.algos import F64, STANDS_ALONE, Ragged, lively, near, slope, tensor
 from kits.algos_oracle import naive
 from rondel.algos import aggregate as aggregates
 from rondel.algos import correction, group_advantages, kl, mask_corrections, table, turn_advantages
 from rondel.algos.entropy import EntropyBonus
+from rondel.algos.kl_regression import KlRegression
+from rondel.algos.least_likely import LeastLikely
 from rondel.algos.objective import objective, tokens_of
 from rondel.algos.off_policy_surrogates import Tapered
+from rondel.algos.question_value import QuestionValue
 from rondel.algos.ratio import SequenceRatio, TokenRatio
+from rondel.algos.reward_transforms import Overlong
 from rondel.algos.surrogate import Clip
 from rondel.algos.tokens import TokenBatch
 from rondel.algos.trust_region_surrogates import DivergenceMask, MirrorDescent
@@ -56,7 +61,7 @@ def variants():
         row = lively(row)
         yield pytest.param(row, id=row.name)
         takes_weights = "behavior" not in {*row.surrogate.reads, row.ratio.anchor}
-        for i, penalty in enumerate(KLS):
+        for i, penalty in enumerate(KLS if row.name not in STANDS_ALONE else ()):
             rule = CORRECTIONS[i % len(CORRECTIONS)] if takes_weights else correction.OffPolicyMask(0.05)
             full = replace(row, kl=penalty, entropy=BONUSES[i % len(BONUSES)], correction=rule)
             if isinstance(row.surrogate, Clip):
@@ -91,6 +96,13 @@ def variants():
         yield pytest.param(replace(table.GRPO, correction=rule), id=str(rule))
     for how in (group_advantages.BatchNorm("rewards"), turn_advantages.StepGroups(0.7, 0.8)):
         yield pytest.param(replace(table.GRPO, advantage=how, aggregate=aggregates.PromptMean()), id=str(how))
+    for number, (estimator, route) in enumerate(product(("mc", "topk", "binary"), ("token", "sequence"))):
+        regression = KlRegression(estimator, route, 0.3, draws=3, top=(3, 5)[number % 2])
+        yield pytest.param(replace(table.KLPO, surrogate=regression), id=f"klpo {estimator} {route}")
+    for how in (QuestionValue(part="right", delta=0.3), QuestionValue(above=-0.1)):
+        yield pytest.param(replace(table.DAPO.bounded(9), shaping=Overlong(10, 4), advantage=how), id=str(how))
+    for rule in (LeastLikely(0.5, 0.5, 0.5), LeastLikely(1.0, 0.2, 3.0)):
+        yield pytest.param(replace(table.OPSA, correction=rule), id=str(rule))
     yield pytest.param(replace(table.TOPR, surrogate=Tapered("token", above=0.5)), id="topr, token")
     yield pytest.param(replace(table.KIMI, surrogate=MirrorDescent(0.5, "token")), id="kimi, token")
 

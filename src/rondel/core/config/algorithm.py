@@ -65,7 +65,7 @@ class AlgorithmConfig(ConfigSection):
     correction: dict[str, Any] = Field(
         {},
         description="weight for tokens that other weights or another numeric path sampled: none, importance, "
-        "off_policy_mask, binary_kl_mask, variation_mask, freshness",
+        "off_policy_mask, binary_kl_mask, variation_mask, freshness; or of tokens that are singled out: least_likely",
     )
     kl: dict[str, Any] = Field(
         {},
@@ -83,7 +83,8 @@ class AlgorithmConfig(ConfigSection):
     distill: dict[str, Any] = Field(
         {},
         description="a teacher's opinion of every token: distill, early, gated, full (with beta and top); they need "
-        "model.teacher. observations: learn what tools sent back. coef",
+        "model.teacher. criteria: credit by parts of the reward, with a hint for each in model.teacher. observations: learn "
+        "what tools sent back. coef",
     )
     value: dict[str, Any] = Field({}, description="what a critic minimises: clip")
     terms: list[dict[str, Any]] = Field(

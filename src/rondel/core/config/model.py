@@ -39,17 +39,17 @@ class AdapterConfig(SettingsTable):
 
 
 def check_context(context: str) -> None:
-    """What a teacher reads instead of the prompt: text with fields in braces, of which one at least is not {prompt}."""
+    """What a teacher reads instead of the prompt: text with fields in braces, that says more than {prompt}."""
     try:
         names = {name for _, name, _, _ in Formatter().parse(context) if name is not None}
     except ValueError as error:
         raise ValueError(f"context = {context!r}: {error}; write {{{{ and }}}} for braces that are text") from error
     if odd := sorted(name for name in names if not name.isidentifier()):
         raise ValueError(f"context = {context!r}: {{{odd[0]}}} is no name of a field, as {{answer}} is")
-    if names <= {"prompt"}:
+    if not names or context.strip() == "{prompt}":
         raise ValueError(
-            f"context = {context!r} tells nothing of the task but its prompt: name a field of it, as {{answer}}, or "
-            "{solution}"
+            f"context = {context!r} tells nothing of the task but its prompt, or not even that: write {{prompt}} with a "
+            "hint, or name a field of the task, as {answer}, or {solution}"
         )
 
 

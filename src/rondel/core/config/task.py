@@ -81,7 +81,9 @@ class TaskConfig(ConfigSection):
         description="where tasks come from: `kind` and its settings, `prompt`, `answer`, `image`, `video`, `holdout`, "
         "`eval_<key>`, `seed`, `split_special_tokens`; see generate.md"
     )
-    curriculum: dict[str, Any] = Field({}, description='{ kind = "shuffle" }, "easy_first", "priority" or "band"')
+    curriculum: dict[str, Any] = Field(
+        {}, description='{ kind = "shuffle" }, "easy_first", "priority", "band" or "focused"'
+    )
     reward: str | dict[str, Any] = Field(
         "number", description='a kind or "module:name"; with settings: { kind = ..., ... }'
     )
@@ -93,7 +95,7 @@ class TaskConfig(ConfigSection):
     )
     filters: list[str | dict[str, Any]] = Field(
         [],
-        description='beside the row\'s own: signal, truncated, repetition, or "module:name"; with settings: '
+        description='beside the row\'s own: signal, truncated, repetition, stub, or "module:name"; with settings: '
         '{ kind = "module:name", ... }',
     )
     system: str | None = Field(None, description="a system message for prompts that bring none")

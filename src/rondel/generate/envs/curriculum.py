@@ -4,6 +4,7 @@ EasyFirst   by a field of the task: the easiest first, more and more of the rest
             on; a function of the admission number
 ByRate      by the pass rate of each task in this run. It changes between two versions only, and
             in the order of group numbers, so a synchronous run that is resumed draws the same tasks
+FocusedOrder    every other batch asks the best questions of the one before again (focused_order.py)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rondel.core.errors import ConfigError, DataError
 from rondel.core.events import Event, GroupFinished, StepDone
 from rondel.core.registry import find_registered
 from rondel.core.types import Task
+from rondel.generate.envs.focused_order import FocusedOrder
 from rondel.generate.envs.order import PureOrder, ShuffledOrder, TaskAdmissions
 
 DECAY = 0.5  # of what a task's earlier visits say, at each new one: the policy has moved since
@@ -111,6 +113,7 @@ CURRICULA: dict[str, Callable[..., TaskAdmissions]] = {
     "easy_first": EasyFirst,
     "priority": priority,
     "band": band,
+    "focused": FocusedOrder,
 }
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rondel.core.events import Warned, emit
-from rondel.core.types import Group, Score, Trajectory
+from rondel.core.types import ATTEMPTS, SOLVED, Group, Score, Trajectory
 from rondel.text.repetition import repeated_fraction
 
 SPAN = 8  # steps on each side of a comparison
@@ -124,7 +124,8 @@ class HackingMonitor:
 
     def _check_parts(self) -> str:
         """The first part is what matters, or the one that is called correct; the others are form."""
-        names = [name for name in self.rows[-1] if name.startswith("score/part_")]
+        counts = {f"score/part_{name}" for name in (ATTEMPTS, SOLVED)}
+        names = [name for name in self.rows[-1] if name.startswith("score/part_") and name not in counts]
         main = next((n for n in names if n == "score/part_correct"), names[0] if names else "")
         if len(names) < 2 or self._significant_rise(main):
             return ""

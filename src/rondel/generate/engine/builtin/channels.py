@@ -8,6 +8,7 @@ support           the ids that a token was drawn from where truncation, a gramma
                   cut some off
 behavior_top:K    the K most likely tokens of the distribution that was drawn from, temperature and truncation
                   included, with their log-probabilities
+behavior_draws:M  M more draws from that distribution, with replacement, by noise of their own, in the same column
 """
 
 from __future__ import annotations
@@ -20,8 +21,17 @@ import torch
 from torch import Tensor
 
 from rondel.core.errors import UserError
+from rondel.generate.engine.builtin.sampler import draw_beside, draw_more
 
-COUNTED = {"top_logprobs": "k", "prompt_top_logprobs": "prompt_k", "behavior_top": "behavior_k"}  # wants of so many
+MOST_RECORDED = 1 << 20  # tokens beside each draw; of a smaller vocabulary all are the likeliest
+# wants of so many
+COUNTED = {
+    "top_logprobs": "k",
+    "prompt_top_logprobs": "prompt_k",
+    "behavior_top": "behavior_k",
+    "behavior_draws": "draws",
+}
+COLUMN = {"behavior_draws": "behavior_top"}  # whose answer stands in another's column
 
 
 @dataclass(slots=True)
@@ -37,6 +47,7 @@ class TokenChannels:
     k: int = 0
     behavior_k: int = 0
     prompt_k: int = 0
+    draws: int = 0
 
     @property
     def reads_raw(self) -> bool:
@@ -53,9 +64,12 @@ def open_channels(wants: frozenset[str], vocab: int) -> TokenChannels:
     for want in sorted(wants):
         name, _, number = want.partition(":")
         if name in COUNTED:
-            if not (number.isdecimal() and 1 <= int(number) <= vocab):
-                raise UserError(f"'{want}': write how many, as in {name}:5, at least 1 and at most {vocab}")
-            setattr(channels, name, [])
+            most = MOST_RECORDED if name.startswith("behavior") else vocab
+            if not (number.isdecimal() and 1 <= int(number) <= most):
+                raise UserError(f"'{want}': write how many, as in {name}:5, at least 1 and at most {most}")
+            if getattr(channels, COLUMN.get(name, name)) is not None:
+                raise UserError(f"'{want}' beside another want that fills the same column: ask for one of them")
+            setattr(channels, COLUMN.get(name, name), [])
             setattr(channels, COUNTED[name], int(number))
         elif want in ("raw_logprobs", "prompt_logprobs", "support"):
             setattr(channels, want, [])
@@ -64,7 +78,7 @@ def open_channels(wants: frozenset[str], vocab: int) -> TokenChannels:
     if unknown:
         raise UserError(
             f"the built-in engine has no {', '.join(unknown)}; it has raw_logprobs, top_logprobs:K, prompt_logprobs, "
-            f"prompt_top_logprobs:K, support, behavior_top:K"
+            f"prompt_top_logprobs:K, support, behavior_top:K, behavior_draws:M"
         )
     return channels
 
@@ -79,9 +93,15 @@ def note_raw(logprobs: Tensor, tokens: list[int], channels: list[TokenChannels])
             channel.top_logprobs.append(list(zip(best, top))[: channel.k])
 
 
-def note_behavior_top(weights: Tensor, channels: TokenChannels) -> None:
-    """The likeliest tokens of unnormalised weights [V] that a token was drawn with; fewer where fewer could be drawn."""
+def note_behavior(weights: Tensor, channels: TokenChannels, key: int, t: int) -> None:
+    """Of unnormalised weights [V] that token t of a sample was drawn with: the likeliest, fewer where fewer could be
+    drawn; or more draws.
+    """
     if channels.behavior_top is None:
+        return
+    if channels.draws:
+        drawn, logs = draw_more(weights, draw_beside(key, t, channels.draws))
+        channels.behavior_top.append((drawn.int().cpu().numpy(), logs.float().cpu().numpy()))
         return
     values, ids = weights.topk(min(channels.behavior_k, len(weights)))
     logprobs = (values.double() / weights.sum(dtype=torch.float64)).log()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rondel.algos.exponent import select_logprobs
-from rondel.generate.engine.builtin.channels import TokenChannels, note_behavior_top, note_raw
+from rondel.generate.engine.builtin.channels import TokenChannels, note_behavior, note_raw
 from rondel.generate.engine.builtin.logits_processors import process_logits
 from rondel.generate.engine.builtin.pages import LayerPools, PageAllocator
 from rondel.generate.engine.builtin.pass_inputs import TokenFeed
@@ -154,7 +154,7 @@ class ModelRunner:
                 or live.written < sampling.min_tokens
             )
             channels.support.append(p.nonzero()[:, 0].tolist() if cut else None)
-        note_behavior_top(p, channels)
+        note_behavior(p, channels, live.request.key, live.noise_counter)
         if channels.prompt_logprobs == [] or channels.prompt_top_logprobs == []:
             scored, top = self._score_tokens(
                 live.tokens[: live.prompt], live.gaze, channels.prompt_k, live.request.adapter

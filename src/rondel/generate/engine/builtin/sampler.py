@@ -64,6 +64,19 @@ def draw_uniforms(keys: Sequence[int], ts: Sequence[int]) -> list[float]:
     return ((a >> np.uint64(11)).astype(np.float64) * 2.0**-53).tolist()
 
 
+def draw_beside(key: int, t: int, count: int) -> np.ndarray:
+    """`count` uniforms beside the t-th of a sample, from blocks that no other draw reads."""
+    blocks = -(-count // 4)
+    a, b = np.full(blocks, t + 1, np.uint64), np.arange(1, blocks + 1, dtype=np.uint64)
+    c, d = np.zeros(blocks, np.uint64), np.zeros(blocks, np.uint64)
+    k, n = (np.full(blocks, key >> bits & WORD, np.uint64) for bits in (0, 64))
+    for _ in range(10):
+        (left_high, left), (right_high, right) = _wide_product(PHILOX[0], a), _wide_product(PHILOX[1], c)
+        a, b, c, d = right_high ^ b ^ k, right, left_high ^ d ^ n, left
+        k, n = k + WEYL[0], n + WEYL[1]
+    return (np.stack([a, b, c, d], -1).reshape(-1)[:count] >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 def _wide_product(factor: np.uint64, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """-> the high and the low 64 bits of factor · x, by products of 32 bits."""
     high, low, x_high, x_low = factor >> HALF, factor & LOW, x >> HALF, x & LOW
@@ -111,6 +124,17 @@ def sample_tokens(p: Tensor, samplings: list[Sampling], noise: list[float]) -> t
     if any(map(math.isnan, mass)):
         raise EngineError("the model's logits are not finite: its weights or activations have overflowed")
     return [int(token) for token in tokens], found
+
+
+def draw_more(p: Tensor, uniforms: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Weights [V] -> one id for each uniform, drawn with replacement, and their log-probabilities, [M] each."""
+    upto = p.double().cumsum(0)
+    total = upto[-1]
+    aim = torch.minimum(
+        torch.from_numpy(uniforms).to(p.device) * total, total.nextafter(torch.zeros_like(total))
+    )  # rounding never reaches what lies behind the last weight
+    ids = torch.searchsorted(upto, aim, right=True)
+    return ids, (p[ids].double() / total).log().clamp_max_(0.0)
 
 
 def _inverse_cdf(p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
