@@ -329,63 +329,114 @@ void logprob_backward(const float *z, const int64_t *target, const float *top, c
     }
 }
 
+constexpr int LANES = 16;  // tokens of a block of a decode step, and numbers of a head that are added at once
+typedef float lanes_t __attribute__((vector_size(4 * LANES)));
+typedef int32_t picks_t __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits_t __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves_t __attribute__((vector_size(2 * LANES)));
+
+inline lanes_t load(const float *from) {
+    lanes_t out;
+    memcpy(&out, from, sizeof out);
+    return out;
+}
+inline lanes_t load(const bf16 *from) {
+    halves_t bits;
+    memcpy(&bits, from, sizeof bits);
+    return (lanes_t)(__builtin_convertvector(bits, bits_t) << 16);
+}
+
+// Half as many vectors, each with the sums of two over lanes that are `bit` apart: the second one's where l & bit.
+template <int bit> inline void fold(lanes_t *rows) {
+    picks_t kept, added;
+    for (int l = 0; l < LANES; l++) kept[l] = l & bit ? LANES + l : l, added[l] = l & bit ? LANES + l - bit : l + bit;
+    for (int i = 0; i < bit; i++)
+        rows[i] = __builtin_shuffle(rows[i], rows[i + bit], kept) + __builtin_shuffle(rows[i], rows[i + bit], added);
+}
+
 struct Contexts {
     const int64_t *own, *lengths, *prefix, *shared, *place;  // as in paged_layout.py: DecodeBatch; prefix may be null
     int64_t own_width, prefix_width, members;
 };
 
+// One request and key head: `repeats` queries over its tokens, 16 at a time, always from the first one on.
+template <class T>
+void decode_one(const T *q, const T *keys, const T *values, T *out, const int64_t *slots, int64_t count,
+                int64_t repeats, int64_t size, float scale, lanes_t *room) {
+    int64_t parts = size / LANES, blocks = (count + LANES - 1) / LANES;
+    lanes_t *query = room, *sums = query + repeats * parts, *block = sums + repeats * parts;
+    lanes_t *scores = block + LANES * parts;  // [repeats, blocks]
+    for (int64_t i = 0; i < repeats * parts; i++) query[i] = load(q + i * LANES), sums[i] = lanes_t{0};
+    for (int64_t b = 0; b < blocks; b++) {
+        for (int64_t t = 0; t < LANES; t++)
+            for (int64_t i = 0; i < parts; i++)
+                block[t * parts + i] =
+                    b * LANES + t < count ? load(keys + slots[b * LANES + t] * size + i * LANES) : lanes_t{0};
+        for (int64_t r = 0; r < repeats; r++) {
+            lanes_t rows[LANES];
+            for (int64_t t = 0; t < LANES; t++) {
+                lanes_t sum = query[r * parts] * block[t * parts];
+                for (int64_t i = 1; i < parts; i++) sum += query[r * parts + i] * block[t * parts + i];
+                rows[t] = sum;
+            }
+            fold<8>(rows);
+            fold<4>(rows);
+            fold<2>(rows);
+            fold<1>(rows);
+            scores[r * blocks + b] = rows[0] * scale;
+        }
+    }
+    for (int64_t r = 0; r < repeats; r++) {
+        float *own = (float *)(scores + r * blocks), most = -INFINITY, lanes[LANES] = {0}, all = 0;
+        for (int64_t t = 0; t < count; t++) most = larger(own[t], most);
+        for (int64_t t = count; t < blocks * LANES; t++) own[t] = -INFINITY;
+        for (int64_t t = 0; t < blocks * LANES; t += LANES)
+            for (int i = 0; i < LANES; i++) {
+                own[t + i] = exponential(own[t + i] - most);
+                lanes[i] += own[t + i];
+            }
+        for (int i = 0; i < LANES; i++) all += lanes[i];
+        float inverse = 1.0f / all;
+        for (int64_t t = 0; t < blocks * LANES; t++) own[t] = rounded<T>(own[t] * inverse);
+    }
+    for (int64_t b = 0; b < blocks; b++) {
+        for (int64_t t = 0; t < LANES; t++)
+            for (int64_t i = 0; i < parts; i++)
+                block[t * parts + i] =
+                    b * LANES + t < count ? load(values + slots[b * LANES + t] * size + i * LANES) : lanes_t{0};
+        for (int64_t r = 0; r < repeats; r++) {
+            const float *weights = (const float *)(scores + r * blocks + b);
+            for (int64_t i = 0; i < parts; i++) {
+                lanes_t sum = sums[r * parts + i];
+                for (int64_t t = 0; t < LANES; t++) sum += weights[t] * block[t * parts + i];
+                sums[r * parts + i] = sum;
+            }
+        }
+    }
+    const float *found = (const float *)sums;
+    for (int64_t i = 0; i < repeats * size; i++) narrow(found[i], out[i]);
+}
+
 template <class T>
 void decode(const T *q, const T *keys, const T *values, T *out, Contexts at, int64_t rows, int64_t heads,
             int64_t repeats, int64_t size, int64_t pages, float scale, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t job = 0; job < rows * heads; job++) {
-        int64_t row = job / heads, head = job % heads, family = at.prefix ? at.place[row] / at.members : 0;
-        int64_t above = at.prefix ? at.shared[family] : 0, count = above + at.lengths[row];
-        const int64_t *first = at.prefix ? at.prefix + family * at.prefix_width : nullptr;
-        const int64_t *rest = at.own + row * at.own_width;
-        const T *k = keys + head * pages * size, *v = values + head * pages * size;
-        int64_t filled = whole(count), width = whole(size);
-        std::vector<float> room(repeats * (filled + 2 * width) + width);
-        float *scores = room.data(), *query = scores + repeats * filled, *sums = query + repeats * width;
-        float *wide_row = sums + repeats * width;  // these are zeros, and what lies behind a row's `size` stays so
-        for (int64_t r = 0; r < repeats; r++)
-            for (int64_t i = 0; i < size; i++)
-                query[r * width + i] = wide(q[(row * heads * repeats + head * repeats + r) * size + i]);
-        for (int64_t i = 0; i < repeats * filled; i++) scores[i] = -INFINITY;
-        for (int64_t t = 0; t < count; t++) {
-            const T *from = k + (t < above ? first[t] : rest[t - above]) * size;
-            for (int64_t i = 0; i < size; i++) wide_row[i] = wide(from[i]);
-            for (int64_t r = 0; r < repeats; r++) {
-                float lanes[VECTOR] = {0};
-                const float *own = query + r * width;
-                for (int64_t i = 0; i < width; i += VECTOR)
-                    for (int j = 0; j < VECTOR; j++) lanes[j] += own[i + j] * wide_row[i + j];
-                scores[r * filled + t] = total(lanes) * scale;
-            }
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> room;
+        std::vector<int64_t> slots;
+#pragma omp for schedule(static)
+        for (int64_t job = 0; job < rows * heads; job++) {
+            int64_t row = job / heads, head = job % heads, family = at.prefix ? at.place[row] / at.members : 0;
+            int64_t above = at.prefix ? at.shared[family] : 0, count = above + at.lengths[row];
+            slots.resize(count);
+            for (int64_t t = 0; t < above; t++) slots[t] = at.prefix[family * at.prefix_width + t];
+            for (int64_t t = above; t < count; t++) slots[t] = at.own[row * at.own_width + t - above];
+            room.resize(2 * repeats * size + LANES * size + repeats * (count + LANES) + LANES);
+            lanes_t *aligned = (lanes_t *)(((uintptr_t)room.data() + sizeof(lanes_t) - 1) / sizeof(lanes_t) * sizeof(lanes_t));
+            int64_t first = (row * heads + head) * repeats * size;
+            decode_one(q + first, keys + head * pages * size, values + head * pages * size, out + first, slots.data(),
+                       count, repeats, size, scale, aligned);
         }
-        for (int64_t r = 0; r < repeats; r++) {
-            float *own = scores + r * filled, most = -INFINITY, lanes[VECTOR] = {0};
-            for (int64_t t = 0; t < count; t++) most = larger(own[t], most);
-            for (int64_t t = 0; t < filled; t += VECTOR)
-                for (int i = 0; i < VECTOR; i++) {
-                    own[t + i] = exponential(own[t + i] - most);
-                    lanes[i] += own[t + i];
-                }
-            float inverse = 1.0f / total(lanes);
-            for (int64_t t = 0; t < filled; t++) own[t] = rounded<T>(own[t] * inverse);
-        }
-        for (int64_t t = 0; t < count; t++) {
-            const T *from = v + (t < above ? first[t] : rest[t - above]) * size;
-            for (int64_t i = 0; i < size; i++) wide_row[i] = wide(from[i]);
-            for (int64_t r = 0; r < repeats; r++) {
-                float weight = scores[r * filled + t], *to = sums + r * width;
-                for (int64_t i = 0; i < width; i += VECTOR)
-                    for (int j = 0; j < VECTOR; j++) to[i + j] += weight * wide_row[i + j];
-            }
-        }
-        for (int64_t r = 0; r < repeats; r++)
-            for (int64_t i = 0; i < size; i++)
-                narrow(sums[r * width + i], out[(row * heads * repeats + head * repeats + r) * size + i]);
     }
 }
 

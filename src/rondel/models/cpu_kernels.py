@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rondel.models.score_rule import ScoreRule
 
 CODES = {torch.float32: 0, torch.bfloat16: 1}
+LANES = 16  # numbers of a head that a decode step adds at once
 ROWS = 64  # of a norm whose share of the weight's gradient is summed one after the other
 PLAIN = (Tensor, nn.Parameter)
 
@@ -253,6 +254,7 @@ def takes_pools(q: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule, longes
         _is_softmax(rule)
         and rule.sees_all(longest)
         and q.shape[-1] == keys.shape[-1] == values.shape[-1]
+        and not q.shape[-1] % LANES
         and q.dtype == keys.dtype == values.dtype
         and keys.is_contiguous()
         and values.is_contiguous()
