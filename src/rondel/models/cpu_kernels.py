@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CODES = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16  # numbers of a head that a decode step adds at once
 ROWS = 64  # of a norm whose share of the weight's gradient is summed one after the other
-PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)  # a copy that `contiguous` makes needs a name: without one it is freed before it is read
 
 _loaded: Any = None
 
@@ -101,11 +101,11 @@ class RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        x, size = x.contiguous(), x.shape[-1]
+        x, grad, size = x.contiguous(), grad.contiguous(), x.shape[-1]
         rows, dx = x.numel() // size, torch.empty_like(x)
-        shares = torch.zeros(-(-rows // ROWS), size)  # [blocks of ROWS rows, D]
+        shares = torch.zeros(-(-rows // ROWS), size, dtype=torch.float32)  # [blocks of ROWS rows, D]
         library().rondel_norm_backward(
-            x.data_ptr(), CODES[x.dtype], weight.data_ptr(), CODES[weight.dtype], grad.contiguous().data_ptr(),
+            x.data_ptr(), CODES[x.dtype], weight.data_ptr(), CODES[weight.dtype], grad.data_ptr(),
             dx.data_ptr(), shares.data_ptr(), rows, size, ctx.eps, ROWS, torch.get_num_threads(),
         )  # fmt: skip
         return dx, shares.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None
@@ -120,10 +120,10 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
+        (gate, up), grad = ctx.saved_tensors, grad.contiguous()
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         library().rondel_gate_backward(
-            CODES[gate.dtype], gate.data_ptr(), up.data_ptr(), grad.contiguous().data_ptr(), dgate.data_ptr(),
+            CODES[gate.dtype], gate.data_ptr(), up.data_ptr(), grad.data_ptr(), dgate.data_ptr(),
             dup.data_ptr(), gate.numel(), torch.get_num_threads(),
         )  # fmt: skip
         return dgate, dup
@@ -152,9 +152,9 @@ class LogprobTerms(NamedTuple):
 
 def logprob_terms(z: Tensor, target: Tensor, temperature: float) -> LogprobTerms:
     """z [M,V] contiguous, target [M]; z stays as it is."""
-    found = LogprobTerms(*torch.empty(4, len(z)).unbind())
+    found, target = LogprobTerms(*torch.empty(4, len(z), dtype=torch.float32).unbind()), target.contiguous()
     library().rondel_logprob_forward(
-        z.data_ptr(), target.contiguous().data_ptr(), *(x.data_ptr() for x in found), *z.shape, 1.0 / temperature,
+        z.data_ptr(), target.data_ptr(), *(x.data_ptr() for x in found), *z.shape, 1.0 / temperature,
         torch.get_num_threads(),
     )  # fmt: skip
     return found
@@ -171,11 +171,11 @@ def logit_gradients(
     dtype: torch.dtype,
 ) -> Tensor:
     """-> [M,V] in `dtype`: scale · dz of g · logprob + h · entropy for the grads (g, h); float32 in the place of z."""
-    out = z if dtype == z.dtype else torch.empty(z.shape, dtype=dtype)
+    out, target = z if dtype == z.dtype else torch.empty(z.shape, dtype=dtype), target.contiguous()
     of_logprob, of_entropy = (x if x is None else x.float().contiguous() for x in grads)
     assert of_logprob is not None
     library().rondel_logprob_backward(
-        CODES[dtype], z.data_ptr(), target.contiguous().data_ptr(), terms.top.data_ptr(), terms.log_total.data_ptr(),
+        CODES[dtype], z.data_ptr(), target.data_ptr(), terms.top.data_ptr(), terms.log_total.data_ptr(),
         terms.entropy.data_ptr(), of_logprob.data_ptr(), 0 if of_entropy is None else of_entropy.data_ptr(),
         out.data_ptr(), *z.shape, 1.0 / temperature, scale / temperature, torch.get_num_threads(),
     )  # fmt: skip
