@@ -11,10 +11,17 @@ import torch
 from kits.engine import SIZE
 from kits.families import model as family
 from kits.train import apart, awkward_groups, batch, gradient, row, trainer
-from rondel.models import kept_inputs
+from rondel.models import cpu_kernels, kept_inputs, load
 from rondel.models.load import load_model
 
 KINDS = ["llama", "qwen3", "qwen3_moe", "gemma3_text", "cohere"]
+
+
+@pytest.fixture(autouse=True)
+def torch_operations(monkeypatch):
+    """Without the kernels of a CPU, which keep their inputs alone anyway (tests/units/test_cpu_kernels.py)."""
+    monkeypatch.setattr(cpu_kernels, "_loaded", None)
+    monkeypatch.setattr(load, "native_library", lambda: None)
 
 
 def kept_bytes(run) -> int:

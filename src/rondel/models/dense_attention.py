@@ -34,8 +34,7 @@ def sdpa(
     a query to a key, which slopes need, both [B or 1, 1, Lq, Lk]; `widened` where products of the dtype are computed
     in fp32 (models/processor.py); `train` for packed training; `dense` to write the scores out. -> [B,H,Lq,D].
     """
-    small = q.shape[2] < SHORT and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= DENSE
-    dense = dense or rule.softcap is not None or (train and q.device.type == "cpu" and small)
+    dense = dense or rule.softcap is not None or (train and q.device.type == "cpu" and is_short(q, k))
     causal = mask is None
     if mask is None and (dense or rule.sinks is not None or rule.slopes is not None):
         mask, causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(), False
@@ -56,6 +55,11 @@ def sdpa(
         q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.to(dtype)
+
+
+def is_short(q: Tensor, k: Tensor) -> bool:
+    """Whether training on a CPU writes the scores out."""
+    return q.shape[2] < SHORT and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= DENSE
 
 
 def _with_sink_key(

@@ -4,7 +4,8 @@
     norm        x 4, normalised 4 (or 2)     x in its own dtype     bf16 stream: 2, fp32 stream: 4
     act(g) * u  g, u, act(g)                 g, u
 
-On a GPU, and in 16 bits, one kernel of models/row_kernels.py computes the norm that most families have, and silu(g) * u.
+One kernel computes the norm that most families have, and silu(g) * u: of models/row_kernels.py on a GPU, in 16 bits; of
+models/cpu_kernels.py on a CPU.
 
 The backward pass runs the module's own forward once more, on the same numbers, so every family's norm is covered and
 each module's values and gradients have the plain ones' bits. Without a gradient nothing changes.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rondel.models import cpu_kernels
 from rondel.models.linear import is_tracing
 from rondel.models.processor import HALVES
 from rondel.system.kernel_choice import KernelChoice, choose_kernel
@@ -80,6 +82,8 @@ class KeptInputs(torch.autograd.Function):
 def _norm(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):  # norms that have a gate of their own
         return forward(*args, **kwargs)
+    if has_cpu_norm(module, args[0]):
+        return cpu_kernels.rms_norm(args[0], module.weight, module.variance_epsilon)
     if choose_norm_kernel(module, args[0]).takes_kernel:
         from rondel.models.row_kernels import rms_norm
 
@@ -89,6 +93,8 @@ def _norm(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 def _gated_mlp(module: Any, x: Tensor) -> Tensor:
     gate, up = module.gate_proj(x), module.up_proj(x)
+    if gate.dtype == up.dtype and _is_silu(module.act_fn) and cpu_kernels.has_kernels(gate, up):
+        return module.down_proj(cpu_kernels.swiglu(gate, up))
     if choose_gate_kernel(module.act_fn, gate, up).takes_kernel:
         from rondel.models.row_kernels import swiglu
 
@@ -102,6 +108,21 @@ def _apply_gate(gate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
 
 def _gate(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     return act(gate) * up
+
+
+def has_cpu_norm(module: Any, x: Tensor) -> bool:
+    """Whether models/cpu_kernels.py computes this norm of these numbers."""
+    weight = getattr(module, "weight", None)
+    return (
+        isinstance(weight, Tensor)
+        and weight.dtype in (x.dtype, torch.bfloat16)
+        and _has_lines(cast(Any, type(module)), RMS_NORM)
+        and cpu_kernels.has_kernels(x, weight)
+    )
+
+
+def _is_silu(act: Any) -> bool:
+    return type(act).__name__ in ("SiLU", "SiLUActivation")
 
 
 def choose_norm_kernel(module: Any, x: Tensor) -> KernelChoice:
@@ -120,7 +141,7 @@ def choose_norm_kernel(module: Any, x: Tensor) -> KernelChoice:
 def choose_gate_kernel(act: Any, gate: Tensor, up: Tensor) -> KernelChoice:
     """Whether models/row_kernels.py computes act(gate) * up."""
     unsupported = {
-        f"the activation {type(act).__name__}": type(act).__name__ not in ("SiLU", "SiLUActivation"),
+        f"the activation {type(act).__name__}": not _is_silu(act),
         f"{gate.dtype} beside {up.dtype}": gate.dtype != up.dtype or gate.dtype not in HALVES,
         "a pass that is traced": is_tracing() or torch.compiler.is_compiling(),
     }

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from rondel.models.cpu_kernels import add_gradient, join_halves
 from rondel.models.main_grad import Stamp, main_grad, stamp_of
 from rondel.models.processor import HALVES, is_widened, knows_mkl
 from rondel.models.torch_library import LIBRARY
@@ -90,7 +91,7 @@ def fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def _fp32_mkldnn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     def both(rows: Tensor) -> Tensor:
         high = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-        return high.float().add_(torch.ops.mkldnn._linear_pointwise.binary(rows, high, weight, bias, "sub"))
+        return join_halves(high, torch.ops.mkldnn._linear_pointwise.binary(rows, high, weight, bias, "sub"))
 
     return _in_company(x, both)
 
@@ -106,7 +107,7 @@ def add_product(main: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(main, a.t(), b, out_dtype=torch.float32, out=main)
         return
     for first in range(0, len(main), ROWS):
-        main[first : first + ROWS].add_(product(a[:, first : first + ROWS].t(), b.t()))
+        add_gradient(main[first : first + ROWS], product(a[:, first : first + ROWS].t(), b.t()))
 
 
 class LinearProduct(torch.autograd.Function):

@@ -21,7 +21,7 @@ from rondel.core.errors import ModelError, error_boundary
 from rondel.core.media import ImageProcessorConfig
 from rondel.core.registry import ImportedOnUse
 from rondel.formats.checkpoint_layouts import METHODS
-from rondel.models import adapter_files, adapters, alibi, linear, nf4, processor, vision
+from rondel.models import adapter_files, adapters, alibi, cpu_kernels, linear, nf4, processor, vision
 from rondel.models.architectures import auto_class, refuse_architecture
 from rondel.models.attention import NAME
 from rondel.models.block_indexer import check_block_indexers, install_block_indexers
@@ -41,11 +41,13 @@ from rondel.models.load_check import PARITY, check_loaded
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.model_folder import model_folder
 from rondel.models.model_type import model_type_of
+from rondel.models.native_library import native_library
 from rondel.models.query_scale import install_query_scale
 from rondel.models.random_model import random_config, random_tokenizer
 from rondel.models.recurrent.mixers import install_recurrent
 from rondel.models.recurrent.mlstm import keep_whole_rows
 from rondel.models.recurrent.wkv import keep_unscaled
+from rondel.models.rotary import install_rotary
 from rondel.models.routing_tape import RoutingTape, expert_count, fill_hash_routers, install_routing_tape
 from rondel.models.step_head import StepHead
 from rondel.models.vision_families import FAMILIES
@@ -97,6 +99,8 @@ def load_model(
         loaded = load_model(base, dtype=dtype, device=device, four_bits=packed, trust_remote_code=trust_remote_code)
         adapters.attach_adapter(loaded, path)
         return replace(loaded, name=path)
+    if torch.device(device).type == "cpu":
+        cpu_kernels.use_library(native_library())
     wanted = pick_dtype(dtype, device)
     if deferred and isinstance(path, str) and not four_bits:
         empty = _load_deferred(path, wanted, device, trust_remote_code)
@@ -202,6 +206,7 @@ def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int], Compress
     if model.dtype in processor.HALVES and not recurrent and vision.sight_of(model.config) is None:
         install_fp32_stream(model, decoder_of(model))
     install_kept_inputs(decoder_of(model))
+    install_rotary(decoder_of(model))
     return found
 
 

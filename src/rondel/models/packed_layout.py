@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rondel.models.compressed_entries import CompressedEntries, WindowEnds
-from rondel.models.dense_attention import sdpa
+from rondel.models.cpu_kernels import attend_masked, takes_mask
+from rondel.models.dense_attention import is_short, sdpa
 from rondel.models.key_choice import IndexedTokens, choose_in_pack, is_chosen
 from rondel.models.processor import HALVES, is_widened
 from rondel.models.recurrent.layout import SegmentStates
@@ -369,6 +370,9 @@ class AttentionCall:
             mask = mask & is_chosen(rule.chosen[self.asked.to(q.device)], self.of)[:, None]
         if mask is not None and rule.images is not None:
             mask = mask | self.same_image(rule.images)[:, None]
+        if mask is not None and is_short(q, k) and takes_mask(q, k, v, rule, mask):
+            a, b, c = (x.float() if is_widened(q.dtype) else x for x in (q, k, v))
+            return attend_masked(a, b, c, mask, rule.scale).to(q.dtype)
         return sdpa(q, k, v, rule, mask=mask, distance=distance, widened=is_widened(q.dtype), train=True)
 
     def _attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, size: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rondel.models.cache_pools import CachePool, PoolSlots, StepCache, read_kv
+from rondel.models.cpu_kernels import DecodeContexts, attend_decode, takes_pools
 from rondel.models.dense_attention import sdpa
 from rondel.models.key_choice import ALL, IndexedTokens, choose_over_pages, is_chosen
 from rondel.models.processor import is_widened
@@ -123,6 +124,11 @@ class DecodeBatch:
         its queries R: no copy of the keys.
         """
         rows, heads, size = len(q), len(keys), values.shape[-1]
+        longest = self.own.shape[1] + (0 if self.prefix is None else self.prefix.shape[1])
+        if takes_pools(q, keys, values, rule, longest):
+            members = 1 if self.grid is None else self.grid.shape[1]
+            contexts = DecodeContexts(self.own, self.lengths, self.prefix, self.shared, self.place, members)
+            return attend_decode(q, keys, values, contexts, rule.scale)
         folded = q.view(rows, heads, -1, q.shape[-1]).transpose(0, 1).flatten(0, 1)  # [K*B,R,D]
         repeats = folded.shape[1]
         k, v = read_kv(self.near, keys, values)

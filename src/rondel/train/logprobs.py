@@ -1,6 +1,7 @@
 """Log-probability and entropy of chosen tokens, a chunk of rows at a time, with its
 own backward: full logits never exist. Where one chunk is enough, its exp(z - max) is kept for the backward.
-On a GPU models/logprob_kernel.py computes the same, forward tile by tile, where it can (`choose_logprob_kernel`).
+On a GPU models/logprob_kernel.py computes the same, forward tile by tile, where it can (`choose_logprob_kernel`); on a
+CPU models/cpu_kernels.py what lies between the products, from logits that are kept instead.
 
 With z = logits / temperature, p = softmax(z):   logprob = z[target] - lse(z),   entropy = lse(z) - sum p z
     d logprob / dz = onehot(target) - p           d entropy / dz = -p (log p + entropy)
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from rondel.algos.divergence import Divergence
 from rondel.algos.exponent import select_logprobs
+from rondel.models.cpu_kernels import has_kernels, logit_gradients, logprob_terms
 from rondel.models.linear import add_product, as_factor, fp32_product, matmul
 from rondel.models.main_grad import main_grad
 from rondel.models.processor import HALVES
@@ -75,9 +77,14 @@ class _Chunked(torch.autograd.Function):
         logprobs, entropies, apart, tops = [], [], [], []
         chunks = _row_chunks(hidden, len(weight))
         keeps = len(chunks) == 1 and head.softcap is None and any(ctx.needs_input_grad)
-        ctx.softmax = None
+        ctx.softmax, ctx.terms = None, []  # or the kept logits, with the terms of each chunk
+        fused = kept is None and taught is None and top_ids is None and _has_cpu_kernel(hidden, head)
         for rows in chunks:
             z = head.logits(hidden[rows])
+            if fused:
+                ctx.terms.append(logprob_terms(z.contiguous(), target[rows], temperature))
+                ctx.softmax = z if keeps else None
+                continue
             if temperature != 1.0:
                 z.div_(temperature)
             if kept is not None:
@@ -94,6 +101,8 @@ class _Chunked(torch.autograd.Function):
                 apart.append(-entropies[-1] - (taught.log_q(rows).mul_(e).sum(-1, keepdim=True) / total)[:, 0])
             if keeps:
                 ctx.softmax = e.div_(total)
+        if fused:
+            logprobs, entropies = [terms.logprob for terms in ctx.terms], [terms.entropy for terms in ctx.terms]
         ctx.entropy = _cat_pieces(entropies, hidden)
         ctx.kl = _cat_pieces(apart, hidden)
         nothing = hidden.new_zeros(0, dtype=torch.float32)
@@ -121,9 +130,31 @@ class _Chunked(torch.autograd.Function):
         grad_weight: Tensor | None = None  # summed over the chunks in fp32
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         main = main_grad(head.weight) if ctx.needs_input_grad[1] else None
-        for rows in _row_chunks(hidden, len(weight)):
+
+        def add_chunk(rows: slice, h: Tensor, grad: Tensor) -> None:
+            """The gradient of a chunk's logits, in the dtype of the weight."""
+            nonlocal grad_weight
+            grad_hidden[rows] = matmul(grad, weight)
+            if main is not None:
+                add_product(main, grad, h)
+            elif ctx.needs_input_grad[1]:  # not under an adapter
+                piece = matmul(grad.t(), h)
+                grad_weight = piece if grad_weight is None else grad_weight.float().add_(piece)
+
+        for i, rows in enumerate(_row_chunks(hidden, len(weight))):
             h = as_factor(hidden[rows], weight)
             bent = None
+            if ctx.terms:
+                z, ctx.softmax = head.logits(h).contiguous() if ctx.softmax is None else ctx.softmax, None
+                pulls = grad_logprob[rows], None if grad_entropy is None else grad_entropy[rows]
+                grad = logit_gradients(
+                    z, target[rows], ctx.terms[i], pulls, head.scale, temperature, dtype=weight.dtype
+                )
+                del z
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0, dtype=torch.float32)
+                add_chunk(rows, h, grad)
+                continue
             if ctx.softmax is not None:
                 p, ctx.softmax = ctx.softmax, None
             else:
@@ -170,13 +201,7 @@ class _Chunked(torch.autograd.Function):
                 grad *= head.scale
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-            grad = grad.to(weight.dtype)
-            grad_hidden[rows] = matmul(grad, weight)
-            if main is not None:
-                add_product(main, grad, h)
-            elif ctx.needs_input_grad[1]:  # not under an adapter
-                piece = matmul(grad.t(), h)
-                grad_weight = piece if grad_weight is None else grad_weight.float().add_(piece)
+            add_chunk(rows, h, grad.to(weight.dtype))
         if head.part is not None:
             head.part.sum(grad_hidden)
         if ctx.needs_input_grad[1] and main is None:
@@ -303,6 +328,11 @@ def logprob_and_best(hidden: Tensor, target: Tensor, head: LMHead, *, temperatur
         own.append(log_p.gather(-1, target[rows, None])[:, 0])
         best.append(log_p.amax(-1))
     return _cat_pieces(own, hidden), _cat_pieces(best, hidden)
+
+
+def _has_cpu_kernel(hidden: Tensor, head: LMHead) -> bool:
+    """Aligned numerics have the formula of the engine's draw; caps and parts of a vocabulary are for torch."""
+    return head.part is None and head.softcap is None and not head.aligned and has_kernels(hidden, head.weight)
 
 
 def choose_logprob_kernel(hidden: Tensor, head: LMHead, kept: SupportMask | None = None) -> KernelChoice:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from rondel.models.cpu_kernels import add_gradient
 from rondel.models.main_grad import own_parameter, weights_changed
 from rondel.models.rounded_weights import take_whole, weight_format
 from rondel.train.loss_scale import LossScale
@@ -90,7 +91,7 @@ class MasterWeights:
                 if master.grad is None:
                     master.grad = fresh.to(master.device, torch.float32)
                 else:
-                    master.grad.add_(fresh.to(master.device))
+                    add_gradient(master.grad, fresh)
                 parameter.grad = None
 
             return accumulate_gradient

@@ -1,0 +1,328 @@
+"""What stands between the products of a transformer on a CPU, one pass each (cpu_kernels.cpp); float32 and bfloat16.
+
+    rms_norm    y = w · x̂,  x̂ = x r,  r = 1 / sqrt(mean(x²) + eps)     dx = r (g w - x̂ mean(g w x̂)),  dw = sum_rows g x̂
+    swiglu      y = silu(g) · u                                          dg = dy u σ(g) (1 + g (1 - σ(g))),  du = dy silu(g)
+    rotate      y = x cos + (-x₂, x₁) sin, with the halves x₁, x₂ of x   dx = dy cos + ((dy sin)₂, -(dy sin)₁)
+    attention   p = softmax(scale q kᵀ under a mask),  o = p v           ds = scale p (do vᵀ - sum(p do vᵀ)),  p as rounded
+    decode      the same for one query a request, over keys and values where they lie in the cache
+    add         an fp32 sum += a bfloat16 gradient
+    logprobs    of chosen tokens, with entropies                         formulas in train/logprobs.py
+
+torch reads and writes what a norm needs seven times, and a bfloat16 number beside a float32 one is first copied. Trainer
+and engine both call these, so they differ no more than before; a row has the same bits wherever it lies, whoever is
+beside it, and on any number of threads. Each rounds where torch's operations do, but for
+scores of a decode step, which stay in fp32. The products of training attention are torch's; what lies between them is
+one pass over the scores, in their place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from rondel.models.score_rule import ScoreRule
+
+CODES = {torch.float32: 0, torch.bfloat16: 1}
+LANES = 16  # numbers of a head that a decode step adds at once
+ROWS = 64  # of a norm whose share of the weight's gradient is summed one after the other
+PLAIN = (Tensor, nn.Parameter)  # a copy that `contiguous` makes needs a name: without one it is freed before it is read
+
+_loaded: Any = None
+
+
+def use_library(library: Any) -> None:
+    """What models/native_library.py has compiled computes from now on, in this process; None: torch's operations do."""
+    global _loaded
+    _loaded = library
+
+
+def has_kernels(*tensors: Tensor) -> bool:
+    """Whether these are numbers that the kernels can read: on a CPU, of a dtype they know, in no pass that is traced."""
+    return (
+        all(type(x) in PLAIN and x.device.type == "cpu" and x.dtype in CODES for x in tensors)
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
+        and _loaded is not None
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D], weight [D] -> [..., D] in the dtype of the weight, which is that of x or bfloat16."""
+    return RMSNorm.apply(x, weight, eps) if _wants_gradient(x, weight) else _norm_forward(x.contiguous(), weight, eps)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, of one shape and dtype."""
+    gate, up = gate.contiguous(), up.contiguous()
+    return SwiGLU.apply(gate, up) if _wants_gradient(gate, up) else _gate_forward(gate, up)
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """x [T,H,D] with whole heads side by side in memory, cosine and sine [T,D] -> [T,H,D] in the dtype of x."""
+    return Rotation.apply(x, cosine, sine) if _wants_gradient(x) else _rotate(x, cosine, sine)
+
+
+def rotate_pair(
+    plain: Any, q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """q [1,H,T,D], k [1,K,T,D], cosine and sine [1,T,D] -> the same shapes; `plain` of what the kernel does not compute."""
+    fits = (
+        unsqueeze_dim == 1
+        and q.dim() == 4
+        and len(q) == 1
+        and cosine.shape == (1, q.shape[2], q.shape[3])
+        and cosine.is_contiguous()
+        and sine.is_contiguous()
+        and q.dtype == k.dtype
+        and CODES.get(q.dtype, 0) >= CODES.get(cosine.dtype, 2)
+        and q.stride(3) == k.stride(3) == 1
+        and has_kernels(q, k, cosine, sine)
+    )
+    if not fits:
+        out: tuple[Tensor, Tensor] = plain(q, k, cosine, sine, unsqueeze_dim=unsqueeze_dim)
+        return out
+    turned_q, turned_k = (rotate(x[0].transpose(0, 1), cosine[0], sine[0]).transpose(0, 1)[None] for x in (q, k))
+    return turned_q, turned_k
+
+
+class RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _norm_forward(x.contiguous(), weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        x, grad, size = x.contiguous(), grad.contiguous(), x.shape[-1]
+        rows, dx = x.numel() // size, torch.empty_like(x)
+        shares = torch.zeros(-(-rows // ROWS), size, dtype=torch.float32)  # [blocks of ROWS rows, D]
+        library().rondel_norm_backward(
+            x.data_ptr(), CODES[x.dtype], weight.data_ptr(), CODES[weight.dtype], grad.data_ptr(),
+            dx.data_ptr(), shares.data_ptr(), rows, size, ctx.eps, ROWS, torch.get_num_threads(),
+        )  # fmt: skip
+        return dx, shares.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None
+
+
+class SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _gate_forward(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Any:
+        (gate, up), grad = ctx.saved_tensors, grad.contiguous()
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        library().rondel_gate_backward(
+            CODES[gate.dtype], gate.data_ptr(), up.data_ptr(), grad.data_ptr(), dgate.data_ptr(),
+            dup.data_ptr(), gate.numel(), torch.get_num_threads(),
+        )  # fmt: skip
+        return dgate, dup
+
+
+class Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _rotate(x, cosine, sine)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Any:
+        return _rotate(grad.contiguous(), *ctx.saved_tensors, back=True), None, None
+
+
+class LogprobTerms(NamedTuple):
+    """Of each row of logits z [M,V] / temperature."""
+
+    logprob: Tensor  # [M] of the target
+    entropy: Tensor  # [M]
+    top: Tensor  # [M] the largest of the row
+    log_total: Tensor  # [M] log sum exp(z - top)
+
+
+def logprob_terms(z: Tensor, target: Tensor, temperature: float) -> LogprobTerms:
+    """z [M,V] contiguous, target [M]; z stays as it is."""
+    found, target = LogprobTerms(*torch.empty(4, len(z), dtype=torch.float32).unbind()), target.contiguous()
+    library().rondel_logprob_forward(
+        z.data_ptr(), target.data_ptr(), *(x.data_ptr() for x in found), *z.shape, 1.0 / temperature,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return found
+
+
+def logit_gradients(
+    z: Tensor,
+    target: Tensor,
+    terms: LogprobTerms,
+    grads: tuple[Tensor, Tensor | None],
+    scale: float,
+    temperature: float,
+    *,
+    dtype: torch.dtype,
+) -> Tensor:
+    """-> [M,V] in `dtype`: scale · dz of g · logprob + h · entropy for the grads (g, h); float32 in the place of z."""
+    out, target = z if dtype == z.dtype else torch.empty(z.shape, dtype=dtype), target.contiguous()
+    of_logprob, of_entropy = (x if x is None else x.float().contiguous() for x in grads)
+    assert of_logprob is not None
+    library().rondel_logprob_backward(
+        CODES[dtype], z.data_ptr(), target.data_ptr(), terms.top.data_ptr(), terms.log_total.data_ptr(),
+        terms.entropy.data_ptr(), of_logprob.data_ptr(), 0 if of_entropy is None else of_entropy.data_ptr(),
+        out.data_ptr(), *z.shape, 1.0 / temperature, scale / temperature, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def add_gradient(total: Tensor, grad: Tensor) -> None:
+    """total += grad, of one shape; a bfloat16 gradient is not copied to fp32 first."""
+    kernel = grad.dtype == torch.bfloat16 and total.dtype == torch.float32 and has_kernels(total, grad)
+    if kernel and total.is_contiguous() and grad.is_contiguous():
+        library().rondel_add(total.data_ptr(), grad.data_ptr(), total.numel(), torch.get_num_threads())
+    else:
+        total.add_(grad.to(total.device))
+
+
+def join_halves(high: Tensor, low: Tensor) -> Tensor:
+    """high + low in fp32, of one shape; two bfloat16 tensors are read once."""
+    if high.dtype != torch.bfloat16 or not (high.is_contiguous() and low.is_contiguous() and has_kernels(high, low)):
+        return high.float().add_(low)
+    out = torch.empty(high.shape, dtype=torch.float32)
+    library().rondel_join(high.data_ptr(), low.data_ptr(), out.data_ptr(), out.numel(), torch.get_num_threads())
+    return out
+
+
+def library() -> Any:
+    """The functions of cpu_kernels.cpp, after `has_kernels`."""
+    return _loaded
+
+
+def _wants_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty(x.shape, dtype=weight.dtype)
+    size = x.shape[-1]
+    library().rondel_norm_forward(
+        x.data_ptr(), CODES[x.dtype], weight.data_ptr(), CODES[weight.dtype], out.data_ptr(), x.numel() // size, size,
+        eps, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _gate_forward(gate: Tensor, up: Tensor) -> Tensor:
+    out, size = torch.empty_like(gate), gate.shape[-1]
+    library().rondel_gate_forward(
+        CODES[gate.dtype], gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel() // size, size, size, size,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, back: bool = False) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype)
+    tokens, heads, size = x.shape
+    library().rondel_rotate(
+        x.data_ptr(), CODES[x.dtype], cosine.data_ptr(), sine.data_ptr(), CODES[cosine.dtype], out.data_ptr(), tokens,
+        heads, size, x.stride(0), x.stride(1), int(back), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+# -- attention ------------------------------------------------------------------------------------------
+
+
+def takes_mask(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, mask: Tensor) -> bool:
+    """Whether `attend_masked` computes it."""
+    pairs = q.shape[2] * k.shape[2]
+    fits = mask.shape[-2:] == (q.shape[2], k.shape[2]) and mask.numel() in (pairs, pairs * len(q))
+    return _is_softmax(rule) and fits and mask.dtype == torch.bool and q.dtype == k.dtype and has_kernels(q, k, v)
+
+
+def takes_pools(q: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule, longest: int) -> bool:
+    """Whether `attend_decode` computes it, over contexts of at most `longest` tokens."""
+    return (
+        _is_softmax(rule)
+        and rule.sees_all(longest)
+        and q.shape[-1] == keys.shape[-1] == values.shape[-1]
+        and not q.shape[-1] % LANES
+        and q.dtype == keys.dtype == values.dtype
+        and keys.is_contiguous()
+        and values.is_contiguous()
+        and has_kernels(q, keys, values)
+    )
+
+
+def _is_softmax(rule: ScoreRule) -> bool:
+    return rule.softcap is None and rule.slopes is None and rule.sinks is None
+
+
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """q [B,H,L,D], k and v [B,K,C,D], mask [B or 1,1,L,C] True where a query may look -> [B,H,L,D]."""
+    batch, heads, length, size = q.shape
+    rows = [x.flatten(0, 1) for x in (q.reshape(batch, k.shape[1], -1, size), k, v)]
+    out = MaskedAttention.apply(*rows, mask.contiguous(), scale, (heads * length if len(mask) > 1 else 0, length))
+    return out.view(batch, heads, length, v.shape[-1])
+
+
+class MaskedAttention(torch.autograd.Function):
+    """q [N, R·L, D], k and v [N, C, D] of N = B·K key heads, mask [B or 1, L, C]. Kept: q, k, v and the weights."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shape: tuple[int, int]) -> Tensor:
+        weights = torch.bmm(q, k.transpose(1, 2))
+        many, length = shape
+        library().rondel_softmax(
+            CODES[q.dtype], weights.data_ptr(), mask.data_ptr(), scale, weights.numel() // k.shape[1], k.shape[1],
+            length, many, torch.get_num_threads(),
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, weights)
+        ctx.scale = scale
+        return torch.bmm(weights, v)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Any:
+        q, k, v, weights = ctx.saved_tensors
+        scores = torch.bmm(grad, v.transpose(1, 2))
+        library().rondel_softmax_backward(
+            CODES[q.dtype], weights.data_ptr(), scores.data_ptr(), ctx.scale, scores.numel() // k.shape[1],
+            k.shape[1], torch.get_num_threads(),
+        )  # fmt: skip
+        dv = torch.bmm(weights.transpose(1, 2), grad)
+        return torch.bmm(scores, k), torch.bmm(scores.transpose(1, 2), q), dv, None, None, None
+
+
+class DecodeContexts(NamedTuple):
+    """Slots of what each request sees, as in models/paged_layout.py: DecodeBatch."""
+
+    own: Tensor  # [B,C]
+    lengths: Tensor  # [B]
+    prefix: Tensor | None  # [F,P]
+    shared: Tensor | None  # [F]
+    place: Tensor | None  # [B], family · members + number
+    members: int  # of each family
+
+
+def attend_decode(q: Tensor, keys: Tensor, values: Tensor, contexts: DecodeContexts, scale: float) -> Tensor:
+    """q [B,H,D] over pools [K,pages,D] -> [B,H,D]; every context whole, in the order of its tokens, so that who shares a
+    prefix with whom changes no bits.
+    """
+    q, (own, lengths, prefix, *family, members) = q.contiguous(), contexts
+    out, heads = torch.empty_like(q), len(keys)
+    places = [x if x is None else x.contiguous() for x in (own, lengths, prefix, *family)]
+    library().rondel_decode(
+        CODES[q.dtype], q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
+        *(0 if x is None else x.data_ptr() for x in places), own.shape[1], 0 if prefix is None else prefix.shape[1],
+        members, len(q), heads, q.shape[1] // heads, q.shape[2], keys.shape[1], scale, torch.get_num_threads(),
+    )  # fmt: skip
+    return out

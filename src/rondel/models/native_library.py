@@ -1,0 +1,107 @@
+"""cpu_kernels.cpp, compiled for this processor at first use and kept: takes 3 seconds once a machine.
+
+    $RONDEL_CACHE/kernels/<digest>.so     of the source, the compiler, its options and what the processor can
+
+It knows nothing of torch or Python, so one file is for every version of both; it shares the thread pool that torch
+brings. Without a compiler (apt install g++) everything is computed by torch's own operations: slower, with other last
+bits. A run that began with one of the two must go on with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from rondel.core.events import Warned, emit
+
+SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+OPTIONS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+LONGEST = 300.0  # seconds that a compiler may take, and the one who waits for it
+
+WHOLE, REAL, PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+CODE, THREADS = ctypes.c_int, ctypes.c_int
+SIGNATURES: dict[str, list[Any]] = {
+    "rondel_norm_forward": [PLACE, CODE, PLACE, CODE, PLACE, WHOLE, WHOLE, REAL, THREADS],
+    "rondel_norm_backward": [PLACE, CODE, PLACE, CODE, *[PLACE] * 3, WHOLE, WHOLE, REAL, WHOLE, THREADS],
+    "rondel_gate_forward": [CODE, PLACE, PLACE, PLACE, *[WHOLE] * 4, THREADS],
+    "rondel_gate_backward": [CODE, *[PLACE] * 5, WHOLE, THREADS],
+    "rondel_rotate": [PLACE, CODE, PLACE, PLACE, CODE, PLACE, *[WHOLE] * 5, CODE, THREADS],
+    "rondel_softmax": [CODE, PLACE, PLACE, REAL, *[WHOLE] * 4, THREADS],
+    "rondel_softmax_backward": [CODE, PLACE, PLACE, REAL, WHOLE, WHOLE, THREADS],
+    "rondel_logprob_forward": [*[PLACE] * 6, WHOLE, WHOLE, REAL, THREADS],
+    "rondel_logprob_backward": [CODE, *[PLACE] * 8, WHOLE, WHOLE, REAL, REAL, THREADS],
+    "rondel_add": [PLACE, PLACE, WHOLE, THREADS],
+    "rondel_join": [PLACE, PLACE, PLACE, WHOLE, THREADS],
+    "rondel_decode": [CODE, *[PLACE] * 9, *[WHOLE] * 8, REAL, THREADS],
+}
+
+
+@functools.cache
+def native_library() -> ctypes.CDLL | None:
+    """The functions of cpu_kernels.cpp; None where there is no compiler, or it fails."""
+    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
+    if compiler is None or os.name != "posix":
+        return None
+    try:
+        library = ctypes.CDLL(str(_compiled(compiler)))
+        for name, arguments in SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+    except (OSError, AttributeError, subprocess.SubprocessError, TimeoutError) as error:
+        told = getattr(error, "stderr", None) or str(error)
+        reason = next((line for line in told.splitlines() if "error" in line.lower()), type(error).__name__)
+        emit(Warned(f"kernels for this CPU cannot be compiled by {compiler} ({reason}); torch's operations are used"))
+        return None
+    return library
+
+
+def _compiled(compiler: str) -> Path:
+    """The library's file, made where it is missing; whoever comes meanwhile waits."""
+    command = [compiler, *OPTIONS, *_options()]
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, timeout=LONGEST, check=True
+    ).stdout
+    made_of = "\n".join([SOURCE.read_text(), *command, version, _processor()])
+    folder = Path(os.environ.get("RONDEL_CACHE", Path.home() / ".cache" / "rondel")) / "kernels"
+    file = folder / f"{hashlib.blake2b(made_of.encode(), digest_size=12).hexdigest()}.so"
+    if file.is_file():
+        return file
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_suffix(".lock"), timeout=LONGEST):
+        if not file.is_file():
+            with tempfile.TemporaryDirectory(dir=folder) as draft:
+                made = Path(draft) / file.name
+                command = [*command, "-shared", "-fPIC", str(SOURCE), "-o", str(made), *_thread_pool()]
+                subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, check=True)
+                made.replace(file)
+    return file
+
+
+def _options() -> list[str]:
+    wide = ["-mprefer-vector-width=512"] if platform.machine().lower() in ("x86_64", "amd64") else []
+    return [*wide, "-fopenmp"] if _thread_pool() else [*wide, "-fopenmp-simd"]
+
+
+def _thread_pool() -> list[str]:
+    """torch's own libgomp: another one would have threads of its own. Without it a kernel runs on one thread."""
+    return [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]]
+
+
+def _processor() -> str:
+    """What it can: a library for another one of the same home folder may hold instructions that this one lacks."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    return "\n".join({line for line in lines if line.startswith(("model name", "flags", "Features"))})

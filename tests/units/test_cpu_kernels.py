@@ -1,0 +1,261 @@
+"""The kernels of a CPU against torch's own operations: values, gradients, and bits that depend on no neighbour."""
+
+from __future__ import annotations
+
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from kits.engine import SIZE
+from rondel.core.events import Warned, subscribe
+from rondel.models import cpu_kernels, native_library
+from rondel.models.cpu_kernels import attend_masked, takes_mask
+from rondel.models.dense_attention import dense_attention
+from rondel.models.head import LMHead
+from rondel.models.load import load_model
+from rondel.models.native_library import SIGNATURES
+from rondel.models.packed_layout import PackedLayout, PackedSegment
+from rondel.models.paged_layout import DecodeBatch
+from rondel.models.score_rule import ScoreRule
+from rondel.train import logprobs
+
+pytestmark = pytest.mark.skipif(native_library.native_library() is None, reason="needs a C++ compiler")
+FP32, BF16 = torch.float32, torch.bfloat16
+DTYPES = [(FP32, FP32), (FP32, BF16), (BF16, BF16)]  # of a stream and of the weights
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """From its call on torch's operations compute everything."""
+    return lambda: monkeypatch.setattr(cpu_kernels, "_loaded", None)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "_loaded", native_library.native_library())
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = FP32, wide: float = 1.0) -> torch.Tensor:
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * wide
+    return x.to(dtype).requires_grad_()
+
+
+def close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
+    """Within a few roundings of a number of its size."""
+    assert a.dtype == b.dtype and a.shape == b.shape
+    step = 2e-6 if dtype == FP32 else 1e-2
+    torch.testing.assert_close(a, b, rtol=step, atol=step * float(b.abs().max()))
+
+
+def gradients(run, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    out = run(*inputs)
+    pull = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, inputs, pull)]
+
+
+@pytest.mark.parametrize(("stream", "weights"), DTYPES)
+@pytest.mark.parametrize("shape", [(1, 5, 576), (3, 100), (130, 48)])
+def test_norm(stream, weights, shape):
+    norm = LlamaRMSNorm(shape[-1], eps=1e-5)
+    x, weight = drawn(*shape, dtype=stream, wide=3), drawn(shape[-1], seed=1, dtype=weights)
+
+    def theirs(x, weight):
+        norm.weight = torch.nn.Parameter(torch.empty(0))
+        normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (weight * normed.to(x.dtype)).to(weight.dtype)
+
+    ours = gradients(lambda x, w: cpu_kernels.rms_norm(x, w, 1e-5), x, weight)
+    for got, want in zip(ours, gradients(theirs, x, weight), strict=True):
+        close(got, want, weights if weights == stream else BF16)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("shape", [(7, 1536), (3, 100), (1, 1)])
+def test_gate(dtype, shape):
+    gate, up = drawn(*shape, dtype=dtype, wide=6), drawn(*shape, seed=1, dtype=dtype)
+    ours, theirs = (gradients(f, gate, up) for f in (cpu_kernels.swiglu, lambda g, u: F.silu(g) * u))
+    for got, want in zip(ours, theirs, strict=True):
+        close(got, want, dtype)
+
+
+def test_gradients_that_lie_in_another_order():
+    """As those of a norm over heads, which are transposed behind it: their copy lives until it was read."""
+    x, weight, pull = drawn(40, 6, 16), drawn(16, seed=1), drawn(6, 40, 16, seed=2).detach()
+    for run in (lambda x: cpu_kernels.rms_norm(x, weight, 1e-6), lambda x: cpu_kernels.swiglu(x, x)):
+        across, along = (
+            torch.autograd.grad(out, x, grad)[0]
+            for out, grad in ((run(x).transpose(0, 1), pull), (run(x), pull.transpose(0, 1).contiguous()))
+        )
+        assert torch.equal(across, along) and across.any()
+
+
+def test_gate_of_extreme_numbers():
+    gate = torch.tensor([0.0, -0.0, 88.0, -88.0, 200.0, -200.0, float("inf"), float("nan"), 1e-30, 3e38])
+    ours, theirs = cpu_kernels.swiglu(gate, torch.ones(10)), F.silu(gate)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-34, equal_nan=True)
+
+
+@pytest.mark.parametrize(("angles", "dtype"), DTYPES)
+def test_rotation_has_the_plain_bits(angles, dtype):
+    """As modules rotate and `rondel_attention` rounds; the gradient is that of bfloat16 numbers, not of fp32 ones."""
+    t, heads, size = 13, 3, 64
+    q, k = drawn(1, t, heads, size, dtype=dtype), drawn(1, t, 1, size, seed=1, dtype=dtype)
+    turns = torch.arange(t)[None, :, None] * torch.rand(size // 2, generator=torch.Generator().manual_seed(2))
+    turns = torch.cat([turns, turns], -1)
+    cosine, sine = turns.cos().to(angles), turns.sin().to(angles)
+
+    def rotated(function):
+        def run(q, k):
+            q, k = function(q.transpose(1, 2), k.transpose(1, 2), cosine, sine)
+            return torch.cat([q.to(dtype), k.to(dtype)], 1)
+
+        return gradients(run, q, k)
+
+    ours = rotated(lambda *args: cpu_kernels.rotate_pair(refuse, *args))
+    theirs = rotated(apply_rotary_pos_emb)
+    assert torch.equal(ours[0], theirs[0]) and ours[0].any()
+    for got, want in zip(ours[1:], theirs[1:], strict=True):
+        close(got, want, dtype)
+
+
+def refuse(*args, **kwargs):
+    raise AssertionError("the kernel computes this")
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("many", [1, 3])
+def test_attention_of_training(dtype, many):
+    """Three segments, six query heads over two key heads, 5 queries each on 9 keys."""
+    q, k, v = (drawn(3, heads, n, 16, seed=i, dtype=dtype) for i, (heads, n) in enumerate([(6, 5), (2, 9), (2, 9)]))
+    mask = torch.rand(many, 1, 5, 9, generator=torch.Generator().manual_seed(5)) < 0.5
+    mask[..., 0] = True
+    rule = ScoreRule(0.3)
+    assert takes_mask(q, k, v, rule, mask)
+    ours = gradients(lambda q, k, v: attend_masked(q, k, v, mask, rule.scale), q, k, v)
+    found = ours, gradients(lambda q, k, v: dense_attention(q, k, v, rule, mask, None, False), q, k, v)
+    for got, want in zip(*found, strict=True):
+        close(got, want, dtype)
+
+
+def decode_batch(shared: bool) -> DecodeBatch:
+    """Four requests of 3, 70, 5 and 4 tokens, of which the first and the third share two, the others one."""
+    generator = torch.Generator().manual_seed(3)
+    slots, lengths = torch.randperm(300, generator=generator)[:280].view(4, 70), torch.tensor([3, 70, 5, 4])
+    slots[2, :2], slots[3, 0] = slots[0, :2], slots[1, 0]
+    if not shared:
+        return DecodeBatch(slots, lengths)
+    above = torch.tensor([2, 1, 2, 1])
+    own = torch.stack([row.roll(-int(n)) for row, n in zip(slots, above)])[:, :69]
+    prefix = torch.stack([slots[0, :2], torch.stack([slots[1, 0], slots[9 % 4, 5]])])
+    grid, place = torch.tensor([[0, 2], [1, 3]]), torch.tensor([0, 2, 1, 3])
+    return DecodeBatch(own, lengths - above, prefix, torch.tensor([2, 1]), grid, place)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_attention_of_a_decode_step(dtype, plain):
+    q, keys, values = (
+        drawn(*s, seed=i, dtype=dtype).detach() for i, s in enumerate([(4, 6, 64), (2, 300, 64), (2, 300, 64)])
+    )
+    rule = ScoreRule(0.125)
+    whole, families = (decode_batch(shared).attend(q, keys, values, rule) for shared in (False, True))
+    assert torch.equal(whole, families)
+    batch = decode_batch(False)
+    for row in range(4):
+        alone = DecodeBatch(batch.own[row : row + 1, : batch.lengths[row]], batch.lengths[row : row + 1])
+        assert torch.equal(alone.attend(q[row : row + 1], keys, values, rule)[0], whole[row])
+    plain()
+    for shared in (False, True):
+        close(whole, decode_batch(shared).attend(q, keys, values, rule), dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("rows_at_once", [100, 4])
+@pytest.mark.parametrize("biased", [False, True])
+def test_logprobs_and_entropies(dtype, rows_at_once, biased, plain, monkeypatch):
+    monkeypatch.setattr(logprobs, "LOGITS", rows_at_once * 100)
+    hidden, weight = drawn(11, 16, wide=2), drawn(100, 16, seed=1, dtype=dtype, wide=2)
+    bias = drawn(100, seed=2, dtype=dtype) if biased else None
+    head, target = LMHead(weight, bias, scale=0.5), torch.arange(0, 99, 9)
+    found = []
+
+    def both(hidden, weight, *bias):
+        return torch.cat(logprobs.logprob_and_entropy(hidden, target, head, temperature=0.7))
+
+    for is_plain in (False, True):
+        if is_plain:
+            plain()
+        found.append(gradients(both, hidden, weight, *([bias] if biased else [])))
+    for got, want in zip(*found, strict=True):
+        close(got, want, dtype)
+
+
+def test_gradient_that_is_added():
+    total, grad = drawn(70, 3).detach(), drawn(70, 3, seed=1, dtype=BF16).detach()
+    want = total + grad.float()
+    cpu_kernels.add_gradient(total, grad)
+    assert torch.equal(total, want)
+    other = drawn(70, 3, seed=2, dtype=BF16).detach()
+    assert torch.equal(cpu_kernels.join_halves(grad, other), grad.float() + other.float())
+
+
+@pytest.mark.parametrize(("stream", "weights"), DTYPES)
+def test_a_row_has_the_same_bits_among_others_and_on_two_threads(stream, weights):
+    x, weight = drawn(300, 100, dtype=stream).detach(), drawn(100, seed=1, dtype=weights).detach()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        norm, gate = cpu_kernels.rms_norm(x, weight, 1e-6), cpu_kernels.swiglu(x, x)
+        torch.set_num_threads(1)
+        assert torch.equal(cpu_kernels.rms_norm(x, weight, 1e-6), norm)
+        assert torch.equal(cpu_kernels.swiglu(x, x), gate)
+    finally:
+        torch.set_num_threads(threads)
+    for row in (0, 17, 299):
+        assert torch.equal(cpu_kernels.rms_norm(x[row], weight, 1e-6), norm[row])
+        assert torch.equal(cpu_kernels.swiglu(x[row], x[row]), gate[row])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_with_kernels_is_the_model_without(dtype, plain):
+    loaded = load_model({"random": "llama", **SIZE, "seed": 3}, dtype=dtype)
+    tokens, layout = (
+        torch.arange(3, 23),
+        PackedLayout([PackedSegment(0, 12), PackedSegment(12, 5, 0), PackedSegment(17, 3, 0)]),
+    )
+    positions = torch.cat([torch.arange(12), torch.arange(12, 17), torch.arange(12, 15)])
+    library, calls, found = cpu_kernels.library(), [], []
+    counted = SimpleNamespace(
+        **{name: lambda *args, name=name: (calls.append(name), getattr(library, name)(*args)) for name in SIGNATURES}
+    )
+    cpu_kernels.use_library(counted)
+    for is_plain in (False, True):
+        if is_plain:
+            plain()
+        hidden = loaded.hidden_states(tokens, positions, layout)
+        hidden.float().sin().sum().backward()
+        found.append([hidden.detach(), *(p.grad.clone() for p in loaded.model.parameters() if p.grad is not None)])
+        loaded.model.zero_grad()
+    layers = len(loaded.model.model.layers)
+    assert calls.count("rondel_norm_forward") == calls.count("rondel_norm_backward") == 2 * layers + 1
+    assert calls.count("rondel_gate_forward") == calls.count("rondel_gate_backward") == layers
+    assert calls.count("rondel_rotate") == 4 * layers  # q and k, forward and backward
+    assert calls.count("rondel_softmax") == calls.count("rondel_softmax_backward") > 0
+    assert len(found[0]) == len(found[1]) > 10
+    for got, want in zip(*found, strict=True):
+        assert float((got - want).norm()) <= (1e-5 if dtype == "float32" else 2e-2) * float(want.norm())
+
+
+def test_a_compiler_that_fails_is_told_once_and_torch_computes(monkeypatch):
+    def fail(command, **options):
+        raise subprocess.CalledProcessError(1, command, stderr="x.cpp:1: error: no such instruction")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    told = []
+    forget = subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+    library = native_library.native_library.__wrapped__()
+    forget()
+    assert library is None and len(told) == 1 and "no such instruction" in told[0]
