@@ -90,7 +90,6 @@ async def all_of(e: BuiltinEngine, requests: list[Request]):
     return await asyncio.gather(*(e.generate(r) for r in requests))
 
 
-@torch.no_grad()
 def drawn_groups(
     loaded: LoadedModel, wants: set[str] | None = None, *, temperature: float = 0.7, **sampling
 ) -> list[Group]:
@@ -119,6 +118,7 @@ def drawn_groups(
     return groups
 
 
+@torch.no_grad()
 def plain_logits(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
     """transformers' own eager attention, one sequence, no cache. [T, V]"""
     attention = loaded.model.config._attn_implementation
