@@ -53,7 +53,7 @@ SMALL = {
     "rows": f"--rows grpo --seeds 1 --steps 2 --warmup 2 {TINY}",
     "simulated": f"--rounds 1 --steps 2 --staleness 0 --groups 2 --tokens 4 --hidden 32 {TINY}",
     "speculative": "--model {model} --kind copy --running 1 --new 8 --pairs 1",
-    "staleness": f"--rows grpo --staleness 1 --seeds 1 --steps 2 --final 2 --warmup 2 {TINY}",
+    "staleness": f"--rows decoupled --bounds auto --staleness 1 --seeds 1 --steps 2 --final 2 --warmup 2 {TINY}",
     "static_shapes": f"--steps 2 --rounds 1 --micro 32 {TINY} --set engine.sampling.max_tokens=2",
     "step": "--model {model} --prompts 1 --group 2 --new 4 --steps 2",
     "sync_overlap": f"--hidden 32 --layers 2 --tokens 4 --pairs 2 --block 2 {TINY}",

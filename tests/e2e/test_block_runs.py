@@ -11,6 +11,7 @@ from rondel.assemble.components import build
 from rondel.checks.recipe_check import check as check_recipe
 from rondel.cli import export
 from rondel.core.errors import ConfigError, UserError
+from rondel.core.types import Sampling
 from rondel.core.unmasking_steps import SHOWN
 from rondel.driver import replay
 from rondel.generate.engine.notebook import Engine
@@ -65,10 +66,19 @@ def test_what_is_not_carried_over_is_refused(folder, tmp_path):
     ):
         with pytest.raises(ConfigError, match=why):
             build(tiny(tmp_path, recipe=BLOCKS, **changes))
-    with pytest.raises(UserError, match="token after token"):
-        export.run(folder, tmp_path / "exported", False, "", False)
-    with pytest.raises(UserError, match="not served"):
-        Engine.load(tiny(tmp_path, recipe=BLOCKS).model.path)
+
+
+def test_its_model_is_exported_and_answers_in_a_notebook(folder, tmp_path):
+    export.run(folder, tmp_path / "exported", False, "", False)
+    assert "rondel.Engine.load" in (tmp_path / "exported" / "README.md").read_text()
+    engine = Engine.load(str(tmp_path / "exported"), device="cpu")
+    try:
+        (one,), (two,) = (engine.generate([[5, 40]], Sampling(max_tokens=6, seed=3))[0] for _ in range(2))
+        assert one.tokens == two.tokens and 0 < len(one.tokens) <= 6
+    finally:
+        engine.close()
+    with pytest.raises(UserError, match="leave them out"):
+        Engine.load(str(tmp_path / "exported"), device="cpu", speculative="ngram")
 
 
 @pytest.mark.slow

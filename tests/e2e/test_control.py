@@ -128,8 +128,11 @@ def test_how_soon_it_has_solved_its_world_is_told(capsys):
 def test_its_recipe_is_checked(folder, tmp_path):
     found = {f.what: f for f in check_recipe(tiny(tmp_path, recipe=CARTPOLE, task__env__turns=100))}
     assert all(f.ok for f in found.values()), found
-    with pytest.raises(UserError, match=r"for model\.path"):
-        export.run(folder, tmp_path / "exported", False, "", False)
+    export.run(folder, tmp_path / "exported", False, "", False)
+    assert "torch.export.load" in (tmp_path / "exported" / "README.md").read_text()
+    act = torch.export.load(tmp_path / "exported" / "program.pt2").module()
+    model, seen = load_model(str(tmp_path / "exported")).model, torch.randn(5, 4)
+    assert torch.allclose(act(seen), model.act(model(seen)), atol=1e-6)
 
 
 GYM = {"kind": "gym", "name": "CartPole-v1", "n": 10}

@@ -117,12 +117,17 @@ def test_the_chains_of_a_group_begin_with_one_noise(tmp_path):
 def test_its_recipe_is_checked_and_its_points_are_shown(folder, tmp_path):
     found = {f.what: f for f in check_recipe(tiny(tmp_path, recipe=FLOW))}
     assert all(f.ok for f in found.values()), found
-    assert "reads points" in found["reward"].message and "prompts that it was trained with" in found["tasks"].message
+    assert "reads points" in found["reward"].message and "under other noise" in found["tasks"].message
     [row, *_] = store.read_step(folder, 10)
     said = token_pieces(row, lambda ids: "-".join(map(str, ids)))
     assert said[-1] == (True, row["text"]) and len(row["text"].split()) == 2
-    with pytest.raises(UserError, match=r"for model\.path"):
-        export.run(folder, tmp_path / "exported", False, "", False)
+    export.run(folder, tmp_path / "exported", False, "", False)
+    assert "torch.randn(N, 2)" in (tmp_path / "exported" / "README.md").read_text()
+    velocity = torch.export.load(tmp_path / "exported" / "program.pt2").module()
+    model, prompt = load_model(str(tmp_path / "exported")).model, torch.tensor([4, 9, 5])
+    x, sigma = torch.randn(5, 2), torch.rand(5)
+    wanted = model(x, sigma, model.embed(prompt).mean(0).expand(5, -1))
+    assert torch.allclose(velocity(x, sigma, prompt), wanted, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -215,3 +220,13 @@ def test_what_is_about_tokens_is_refused(tmp_path, changes, why):
 
     with pytest.raises(UserError, match=why):
         build(tiny(tmp_path, recipe=FLOW, **changes))
+
+
+def test_it_is_evaluated_under_noise_of_its_own(folder, capsys):
+    """`rondel eval` of a flow: the prompts that it knows, drawn anew."""
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", str(folder), "--draws", "4", "--json"])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert ended.value.code == 0 and told["n"] == 1 and told["draws"] == 4 and 0 <= told["score"] <= 1
+    trained = {row["text"] for step in store.stored_steps(folder) for row in store.read_step(folder, step)}
+    assert told["samples"] and not {sample["text"] for sample in told["samples"]} & trained

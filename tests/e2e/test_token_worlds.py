@@ -13,6 +13,8 @@ from rondel.assemble import train
 from rondel.assemble.components import build
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, UserError
+from rondel.core.types import Task
+from rondel.generate.envs.experts import DemonstratedGym, balance_cartpole
 from rondel.generate.envs.token_worlds import TokenWorlds, shrunk
 from rondel.models.load import tokenizer_of
 from rondel.runtime.journal import store
@@ -95,6 +97,43 @@ def test_what_is_written_is_the_middle_of_a_bin():
         TokenWorlds(frames=True)("kits.control:Aim")()
 
 
+def test_an_action_is_written_as_it_is_read():
+    aim = TokenWorlds(bins=4)("kits.control:Aim")()
+    for said in ("0 3", "2 1", "3 0"):
+        assert aim.write(aim.read(said)) == said
+    assert aim.write([-9, 9]) == "0 3"
+    counted = TokenWorlds()("CartPole-v1")()
+    assert [counted.write(action) for action in (0, 1)] == ["0", "1"]
+
+
+def test_an_expert_is_copied(tmp_path):
+    """The supervised phase shows whole episodes of the controller, whose actions are what is trained; it balances the
+    pole for 500 steps, from any seed."""
+    tokens = TokenWorlds()
+    assert all(
+        len(DemonstratedGym(balance_cartpole, tokens, turns=500).gold(task)) == 500
+        for task in (Task("", "", {"world": "CartPole-v1", "seed": seed}) for seed in range(3))
+    )
+    data = {"kind": "gym", "name": "CartPole-v1", "n": 50}
+    env = {"kind": "control", "actions": "tokens", "turns": 3, "expert": "cartpole"}
+    changes = {
+        "task": {"env": env, "data": data}, "loop.warmup": {"steps": 1, "groups_per_step": 2}, "loop.steps": 0,
+        "engine.sampling.max_tokens": 1, "model.path.max_position_embeddings": 128, "model.path.num_hidden_layers": 1,
+        "place.threads": 1, "run.checkpoint.every": 0, "run.sinks": [], "run.folder": str(tmp_path / "run"),
+    }  # fmt: skip
+    job = Job.read(RECIPE, changes)
+    train(job, quiet=True)
+    tokenizer, _, _ = tokenizer_of(job.model.path)
+    for row in store.read_step(tmp_path / "run", 1):
+        world = tokens("CartPole-v1")()
+        shown, _ = world.world.reset(seed=row["task_data"]["seed"])
+        said = [tokenizer.decode([token]) for token, own in zip(row["tokens"], row["mask"], strict=True) if own]
+        assert len(said) == 3
+        for text in said:
+            assert text == str(balance_cartpole(shown))
+            shown = world.world.step(int(text))[0]
+
+
 def test_a_picture_is_the_mean_of_squares():
     frame = np.random.default_rng(0).integers(0, 255, (10, 7, 3), dtype=np.uint8)
     small = shrunk(frame, 5)
@@ -108,6 +147,7 @@ def test_a_picture_is_the_mean_of_squares():
     [
         ({"task__env": {"kind": "control", "actions": "tokens"}}, "the model draws arrays"),
         ({"task__env": ENV, "model__path": {"random": "llama"}}, "pictures to a model of text alone"),
+        ({"task__env": {"kind": "control", "expert": "cartpole"}}, 'expert is of actions = "tokens"'),
         ({"task__env": {"kind": "control", "bins": 4}}, 'bins is of actions = "tokens"'),
         ({"task__env": {"kind": "control", "actions": "tokens", "pixels": 4}}, "pixels is of frames"),
         ({"task__env": {"kind": "control", "actions": "tokens", "model": {}}}, "model imagines arrays"),

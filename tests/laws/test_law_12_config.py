@@ -7,10 +7,13 @@ The knobs of a row are in tests/units/test_table.py, files and folders in tests/
 from __future__ import annotations
 
 import pytest
+import tomli_w
 
 from kits.command_line import broken
-from kits.runs import events, run, tiny
+from kits.runs import CARTPOLE, events, run, tiny
 from rondel.assemble import train
+from rondel.core.config.differences import without_none
+from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 
 RECIPES = {
@@ -141,6 +144,15 @@ def test_workers_tell_what_they_read(tmp_path):
     assert "trainer.optimizer.weight_decay" in fresh.unread_keys()
     fresh.mark_read(job.read_keys())
     assert fresh.unread_keys() == ["loop.warmup.lr"], "that run had no such phase"
+
+
+def test_a_value_without_a_bound_is_kept_by_the_run(tmp_path):
+    """`inf` in the recipe is `inf` in job.toml: what reads a run later (replay, eval, resume) has its values."""
+    job = tiny(tmp_path, recipe=CARTPOLE, trainer__clip=float("inf"))
+    written = tmp_path / "job.toml"
+    written.write_text(tomli_w.dumps(without_none(job.to_dict())))
+    again = Job.read(written)
+    assert again.trainer.clip == again.algo.value["clip"] == float("inf") and again.digest() == job.digest()
 
 
 # -- keys for performance --------------------------------------------------------------------------

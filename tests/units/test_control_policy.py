@@ -111,6 +111,6 @@ def test_gae_of_an_episode_that_was_cut_off():
     assert torch.equal(ended[0], nothing[0])
 
 
-def test_it_is_not_served():
+def test_it_has_no_engine_of_tokens():
     with pytest.raises(UserError, match="draws actions"):
         refuse_step_head("mine", policy().head)

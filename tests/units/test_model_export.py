@@ -91,7 +91,7 @@ def test_the_card_names_base_data_algorithm_and_figures_of_the_step():
         "algo": {"kind": "dapo", "group_size": 4},
         "task": {"data": {"kind": "digits"}},
     }
-    card = render_model_card(recipe, events, 2, name="me/model", adapter=True)
+    card = render_model_card(recipe, events, 2, name="me/model", kind="adapter")
     assert card.startswith("---\nbase_model: org/base\nlibrary_name: peft\n") and "AutoPeftModelForCausalLM" in card
     assert "50.0%" in card and "20.0%" in card and "90.0%" not in card and "dapo" in card and "digits" in card
     assert "not evaluated" in render_model_card({}, [], 2, name="x") and "vllm serve x" in render_model_card(

@@ -67,6 +67,7 @@ from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.control import Control
 from rondel.generate.envs.curriculum import build_curriculum
 from rondel.generate.envs.debate import Debate
+from rondel.generate.envs.experts import EXPERTS, DemonstratedGym
 from rondel.generate.envs.flow import Flow
 from rondel.generate.envs.gateway.agent import agent_of, function_agent
 from rondel.generate.envs.gateway.env import Gateway
@@ -148,13 +149,13 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     if job.model.adapter.kind == "qlora":
         nf4.require_bitsandbytes()
     tasks = load_run_tasks(job, trains)
-    for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
-        if shows:
-            refuse_unanswered(key, tasks.train)
     refuse_unknown_sources(job, rows, tasks.train)
     refuse_idle_evaluation(job, tasks.evaluated)
     refuse_shown_tasks(job, tasks.evaluated)
     env = env_of(job, tasks)
+    for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
+        if shows and not isinstance(env, DemonstratedGym):
+            refuse_unanswered(key, tasks.train)
     tasks = _that_fit(job, tasks, env)
     if tasks.too_long:
         emit(
@@ -289,7 +290,10 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
     if found is Control and own.actions == "tokens":
         tokens = TokenWorlds(own.bins, own.frames, own.pixels)
         tokens(str(data["name"]))(**dict(data.get("args") or {})).close()  # the first episode would be late
-        return Gym(turns=own.turns, suffix=own.suffix, system=system, open=tokens)
+        settings = {"turns": own.turns, "suffix": own.suffix, "system": system}
+        if own.expert:
+            return DemonstratedGym(find_registered("expert", own.expert, EXPERTS), tokens, **settings)
+        return Gym(**settings, open=tokens)
     if found is Control:
         model = None if own.model is None else Imagination(**own.model.model_dump())
         return Control(turns=own.turns, model=model)

@@ -12,19 +12,21 @@ import torch
 
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process
 from rondel.assemble.worker_devices import usable_cores
-from rondel.assemble.workers import pages_of
+from rondel.assemble.workers import STEP_ENGINES, pages_of
 from rondel.core.errors import UserError
 from rondel.core.protocols import Transport
+from rondel.core.registry import find_registered
+from rondel.generate.engine.blocks import BLOCK_ENGINE
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.notebook import speculation_of
-from rondel.generate.engine.server.service import RequestLimits
+from rondel.generate.engine.server.engine_service import RequestLimits
+from rondel.generate.engine.server.step_service import DRAWS
 from rondel.models.adapter_bank import AdapterBank
 from rondel.models.aligned_numerics import align_numerics
-from rondel.models.block_diffusion.settings import refuse_blocks
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
-from rondel.models.step_head import refuse_step_head
+from rondel.models.step_head import KINDS, StepHead, refuse_step_head
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, pick_device
 from rondel.sync.from_ipc import FromIpc
@@ -62,7 +64,7 @@ class ServerSettings:
 class ServedEngine:
     """what: said of it when it listens"""
 
-    engine: BuiltinEngine
+    engine: Any  # BuiltinEngine, or a StepwiseEngine
     device: Device
     name: str
     what: str
@@ -84,8 +86,8 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
     transports: dict[str, Transport] = {"ipc": FromIpc()}
     if settings.tp == 1:
         loaded = device.call(lambda: load_model(model, dtype=settings.dtype, device=device_name))
-        refuse_step_head(loaded.name, loaded.head)
-        refuse_blocks(loaded.name, loaded.blocks)
+        if loaded.blocks is not None or isinstance(loaded.head, StepHead):
+            return _open_stepwise(model, loaded, settings, device, transports)
     else:
         cluster = partial(ProcessCluster, patience=PATIENCE)
         how = RankSettings("engine", own, cluster, threads, experts_apart=settings.ep > 1)
@@ -119,10 +121,51 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
         transports=transports,
         ranks=None if ranks is None else ranks.lead,
     )
-    name = settings.name or (Path(model).name if isinstance(model, str) and Path(model).is_dir() else loaded.name)
+    name = _served_name(model, loaded, settings)
     what = f"{name}, {str(loaded.dtype).removeprefix('torch.')} on {device_name}, {pages.value} cache pages"
     adapters = "" if loaded.bank is None or not loaded.bank.served else f", adapters {', '.join(loaded.bank.served)}"
     return ServedEngine(engine, device, name, what + adapters)
+
+
+def _open_stepwise(
+    model: str | dict[str, Any],
+    loaded: LoadedModel,
+    settings: ServerSettings,
+    device: Device,
+    transports: dict[str, Transport],
+) -> ServedEngine:
+    """Of a model that draws points, actions or blocks of masks. UserError for what only a cache of pages has."""
+    plain = ServerSettings()
+    own = (
+        "speculative",
+        "tp",
+        "compile",
+        "adapters",
+        "kv_pages",
+        *(() if loaded.blocks is not None else ("numerics",)),
+    )
+    if odd := next((name for name in own if getattr(settings, name) != getattr(plain, name)), None):
+        flag = {"kv_pages": "kv-pages", "adapters": "adapter, --enable-adapters or --training"}.get(odd, odd)
+        raise UserError(
+            f"--{flag} is of models that write token after token, and '{loaded.name}' does not: leave it out"
+        )
+    if isinstance(loaded.head, StepHead) and loaded.head.kind not in DRAWS:
+        refuse_step_head(loaded.name, loaded.head)
+    if settings.numerics == "aligned":
+        device.call(align_numerics, loaded)
+    if settings.numerics == "rounded":
+        raise UserError("--numerics rounded is of models that write token after token: take fast or aligned")
+    kind = BLOCK_ENGINE if loaded.blocks is not None else STEP_ENGINES[loaded.head.kind]
+    found = find_registered("engine", kind, {})
+    engine = found(loaded, run=device.run, max_running=settings.max_running, transports=transports)
+    draws = "blocks" if loaded.blocks is not None else KINDS[loaded.head.kind][0]
+    name = _served_name(model, loaded, settings)
+    what = f"{name}, {str(loaded.dtype).removeprefix('torch.')} on {loaded.device}, draws {draws}"
+    return ServedEngine(engine, device, name, what)
+
+
+def _served_name(model: str | dict[str, Any], loaded: LoadedModel, settings: ServerSettings) -> str:
+    return settings.name or (Path(model).name if isinstance(model, str) and Path(model).is_dir() else loaded.name)
 
 
 def _check_numerics(settings: ServerSettings) -> None:

@@ -27,6 +27,7 @@ from rondel.core.media import ImageProcessorConfig
 from rondel.core.protocols import MemoryClaim, Transport
 from rondel.core.registry import find_registered
 from rondel.core.types import Sampling, StepStats
+from rondel.generate.engine.blocks import BLOCK_ENGINE
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
@@ -143,7 +144,6 @@ STEP_ENGINES = {  # by name: who serves text imports none of them
     "control": "rondel.generate.engine.control.engine:ControlEngine",
     "world": "rondel.generate.engine.control.world_engine:WorldEngine",
 }
-BLOCK_ENGINE = "rondel.generate.engine.blocks.engine:BlockEngine"
 
 
 def _stepwise_engine(

@@ -29,12 +29,12 @@ def run(
 ) -> None:
     """Write the model of a run as other tools load it.
 
-    With a model card (README.md). Of a run with model.format: codes and scales, as vLLM and SGLang read them.
+    With a model card (README.md). Of a run with model.format: codes and scales, as vLLM and SGLang read them. A policy
+    of points or actions is a program of torch, too, which needs no code of its model.
     """
     from rondel.models.block_diffusion.settings import has_blocks
-    from rondel.models.control.kinds import is_control
-    from rondel.models.flow.kinds import is_flow
     from rondel.models.model_export import export_model
+    from rondel.models.program_export import PROGRAM
     from rondel.runtime.telemetry.model_card import write_model_card
 
     if into.exists():
@@ -44,16 +44,6 @@ def run(
     checkpoint = Path(weights.model)
     if not (checkpoint / "optimizer.safetensors").is_file():
         raise UserError(f"{checkpoint} is neither a run folder nor one of its checkpoints")
-    if is_flow(str(checkpoint)) or is_control(str(checkpoint)):
-        raise UserError(
-            f"{checkpoint} draws points or actions, and no other tool loads it: its folder is a model as it lies "
-            "there, for model.path"
-        )
-    if has_blocks(str(checkpoint)):
-        raise UserError(
-            f"{checkpoint} fills in blocks of masks, and other tools would write token after token with it: its folder "
-            "is a model as it lies there, for model.path"
-        )
     before = _weight_bytes(checkpoint)
     form = export_model(checkpoint, into)
     if weights.run is not None:
@@ -62,8 +52,11 @@ def run(
     print(f"{into}: {checkpoint.name}{kind or f', {before / 1e6:,.1f} MB of weights'}")
     if push:
         print(f"pushed  {_push(into, push, token, public, f'{source}, step {weights.step}')}")
-    adapter = (into / "adapter_config.json").is_file()
-    print(f"next    {'see README.md for how to load the adapter' if adapter else f'vllm serve {into}'}")
+    if (into / PROGRAM).is_file():
+        print(f"program {into / PROGRAM}, for torch alone")
+    adapter, ours = (into / "adapter_config.json").is_file(), (into / PROGRAM).is_file() or has_blocks(str(into))
+    serve = f"{'rondel' if ours else 'vllm'} serve {into}"
+    print(f"next    {'see README.md for how to load the adapter' if adapter else serve}")
 
 
 def _weight_bytes(folder: Path) -> int:

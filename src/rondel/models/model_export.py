@@ -6,6 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
+from rondel.models.control.kinds import is_control
+from rondel.models.flow.kinds import is_flow
+from rondel.models.load import load_model
+from rondel.models.program_export import export_program
 from rondel.models.quantized_export import export_quantized
 from rondel.models.save import make_readable
 from rondel.models.weight_formats import MARK
@@ -16,15 +20,19 @@ OF_A_RUN = ("manifest.json", "state.json", "optimizer.safetensors")
 
 def export_model(checkpoint: Path, into: Path) -> str:
     """Write the model or adapter of `checkpoint` to the folder `into`, which must not exist. -> the number format of a
-    run with model.format, encoded; "" for all others, whose files are copied as they are.
+    run with model.format, encoded; "" for all others, whose files are copied as they are, beside a program of torch for
+    policies of points or actions.
     """
     config = checkpoint / "config.json"
     if config.is_file() and MARK in json.loads(config.read_text(encoding="utf-8")):
         return export_quantized(checkpoint, into)[0]
-    with guard_write(into, sum(p.stat().st_size for p in _model_files(checkpoint))):
+    programs = is_flow(str(checkpoint)) or is_control(str(checkpoint))
+    with guard_write(into, (1 + programs) * sum(p.stat().st_size for p in _model_files(checkpoint))):
         into.mkdir(parents=True)
         for path in _model_files(checkpoint):
             shutil.copyfile(path, into / path.name)
+        if programs:
+            export_program(load_model(str(into), device="cpu").model, into)
         make_readable(into)
     return ""
 

@@ -84,5 +84,6 @@ def refuse_step_head(name: str, head: Any) -> None:
     if isinstance(head, StepHead):
         what, page = KINDS[head.kind]
         raise UserError(
-            f"'{name}' draws {what} and not tokens: train it with `rondel train` (docs/{page}.md); it is not served"
+            f"'{name}' draws {what} and not tokens: train it with `rondel train` (docs/{page}.md)"
+            + ("" if head.kind == "world" else ", or ask it over HTTP: `rondel serve`")
         )

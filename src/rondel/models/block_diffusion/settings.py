@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rondel.core.errors import ModelError, UserError
+from rondel.core.errors import ModelError
 
 KEY = "block_diffusion"
 BLOCK = 8  # tokens of a block where a recipe does not say
@@ -63,15 +63,6 @@ def block_of(path: str | dict[str, Any]) -> int:
     if isinstance(path, dict):
         return int(path[KEY].get("block", BLOCK))
     return int(json.loads((Path(path).expanduser() / "config.json").read_text())[KEY]["block"])
-
-
-def refuse_blocks(name: str, blocks: BlockSettings | None) -> None:
-    """UserError for what writes token after token."""
-    if blocks is not None:
-        raise UserError(
-            f"'{name}' fills in blocks of masks and does not write token after token: train it with `rondel train` "
-            "(docs/blocks.md); it is not served"
-        )
 
 
 def has_blocks(path: str | dict[str, Any]) -> bool:

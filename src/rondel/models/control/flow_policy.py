@@ -51,7 +51,7 @@ class FlowPolicy(ObservationMlp):
 
     def velocity(self, x: Tensor, sigma: Tensor, states: Tensor) -> Tensor:
         """[M, S, D], [S], [M, W] -> [M, S, D], at S noise levels above 0."""
-        level = sinusoidal(sigma, self.config.frequencies).expand(len(x), -1, -1)
+        level = sinusoidal(sigma, self.config.frequencies).expand(x.shape[0], -1, -1)
         hidden = self.enter(torch.cat([x, level], 2)) + states[:, None]
         for layer in self.mix:
             hidden = hidden + layer(silu(hidden))

@@ -102,12 +102,12 @@ class FlowVideo(PatchTransformer):
     def cut_patches(self, x: Tensor) -> Tensor:
         (f, h, w), c = self.config.grid, self.config
         cut = x.view(-1, f, c.patch_frames, h, c.patch_size, w, c.patch_size, c.channels)
-        return cut.permute(0, 1, 3, 5, 2, 4, 6, 7).reshape(len(x), f * h * w, -1)
+        return cut.permute(0, 1, 3, 5, 2, 4, 6, 7).reshape(x.shape[0], f * h * w, -1)
 
     def join_patches(self, patches: Tensor) -> Tensor:
         (f, h, w), c = self.config.grid, self.config
         cut = patches.view(-1, f, h, w, c.patch_frames, c.patch_size, c.patch_size, c.channels)
-        return cut.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(len(patches), -1)
+        return cut.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(patches.shape[0], -1)
 
 
 AutoConfig.register(FlowVideoConfig.model_type, FlowVideoConfig)

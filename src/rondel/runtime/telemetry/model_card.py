@@ -20,6 +20,20 @@ LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
 LOAD = {
     "model": 'from transformers import AutoModelForCausalLM, AutoTokenizer\n\nmodel = AutoModelForCausalLM.from_pretrained("{name}")\n'
     'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+    "blocks": "import rondel  # blocks of masks are filled in: other tools would write token after token\n\n"
+    'engine = rondel.Engine.load("{name}")\nanswers = engine.chat([[{{"role": "user", "content": prompt}}]])',
+    "flow": "import torch\nfrom transformers import AutoTokenizer\n\n"
+    'velocity = torch.export.load("{name}/program.pt2").module()  # x [N, D], sigma [N], prompt [P]\n'
+    'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
+    'asked = [{{"role": "user", "content": prompt}}]\n'
+    "text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)\n"
+    'tokens = tokenizer(text, return_tensors="pt").input_ids[0]\n'
+    "x = torch.randn(N, {dim})\nfor k in range(K):  # as many denoising steps as in the run\n"
+    "    x = x - velocity(x, torch.full((N,), 1 - k / K), tokens) / K",
+    "control": 'import torch\n\nact = torch.export.load("{name}/program.pt2").module()\n'
+    "logits_or_means = act(observation)  # [N, O] float32 -> [N, A]",
+    "chunks": 'import torch\n\nact = torch.export.load("{name}/program.pt2").module()\n'
+    "actions = act(observation, noise)  # [N, O], [N, H*A] of a standard normal -> [N, H, A]",
     "adapter": 'from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained("{name}")',
 }
 
@@ -34,9 +48,25 @@ def write_model_card(run: Path, step: int, into: Path, *, name: str = "", form: 
     translate_moved_keys(recipe)
     adapter = (into / "adapter_config.json").is_file()
     licence = licence_of_base(recipe.get("model", {}).get("path"))
-    text = render_model_card(recipe, events, step, name=name or str(into), adapter=adapter, form=form, licence=licence)
+    config = _read_config(into)
+    named = {"name": name or str(into), "kind": "adapter" if adapter else _kind_of(config), "dim": config.get("dim", 0)}
+    text = render_model_card(recipe, events, step, **named, form=form, licence=licence)
     (into / "README.md").write_text(text, encoding="utf-8", errors="replace")
     return text
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _kind_of(config: dict[str, Any]) -> str:
+    """How a model is loaded, by its config: a name of `LOAD`."""
+    if config.get("block_diffusion"):
+        return "blocks"
+    kinds = {"mlp_policy": "control", "flow_policy": "chunks"}
+    kinds |= dict.fromkeys(("flow_mlp", "flow_dit", "flow_video"), "flow")
+    return kinds.get(config.get("model_type", ""), "model")
 
 
 def licence_of_base(base: Any) -> str:
@@ -64,11 +94,13 @@ def render_model_card(
     step: int,
     *,
     name: str,
-    adapter: bool = False,
+    kind: str = "model",
+    dim: int = 0,
     form: str = "",
     licence: str = "",
 ) -> str:
-    """The page, with the metadata that hubs read above it."""
+    """The page, with the metadata that hubs read above it. kind: of `LOAD`; dim: numbers of a point of a flow."""
+    adapter = kind == "adapter"
     base = recipe.get("model", {}).get("path", "not recorded")
     shown = json.dumps(base) if isinstance(base, dict) else str(base)
     facts: dict[str, Any] = next((e["facts"] for e in reversed(events) if e["kind"] == "RunStarted"), {})
@@ -99,8 +131,9 @@ def render_model_card(
         ("seed", str(facts.get("seed", loop.get("seed", "?")))),
         ("software", ", ".join(f"{k} {v}" for k, v in facts.get("versions", {}).items()) or "not recorded"),
     ]  # fmt: skip
-    way = LOAD["adapter" if adapter else "model"].format(name=name)
-    serve = "" if adapter else f"\n\n```bash\nvllm serve {name}\nrondel serve {name}\n```"
+    way = LOAD[kind].format(name=name, dim=dim)
+    vllm = f"vllm serve {name}\n" if kind == "model" else ""
+    serve = "" if adapter else f"\n\n```bash\n{vllm}rondel serve {name}\n```"
     return (
         "\n".join([*meta, "---"])
         + f"\n\n# {Path(name).name}\n\nPost-trained with reinforcement learning by Rondel.\n\n"

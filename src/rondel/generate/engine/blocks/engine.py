@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rondel.core.errors import UserError
 from rondel.core.types import Completion, Request
 from rondel.generate.engine.blocks.block_log import BlockLog
-from rondel.generate.engine.blocks.block_sequence import BlockSequence
+from rondel.generate.engine.blocks.block_sequence import WHAT, BlockSequence
 from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens, sampling_weights
 from rondel.generate.engine.stepwise.engine import StepwiseEngine
 from rondel.models.block_diffusion.block_cache import BlockCache, BlockState, CachedPass
@@ -57,6 +58,10 @@ class BlockEngine(StepwiseEngine[BlockSequence]):
         return self.loaded.blocks
 
     def open_answer(self, request: Request, done: asyncio.Future[Completion]) -> BlockSequence:
+        if request.wants:
+            raise UserError(
+                f"{', '.join(sorted(request.wants))} with {WHAT}: it tells only what it drew; leave them out"
+            )
         self.refuse_overlong(request)
         decode = partial(self.loaded.tokenizer.decode, skip_special_tokens=True)
         return BlockSequence.of(request, done, self.settings, self.loaded.stop_ids, decode)
@@ -91,7 +96,10 @@ class BlockEngine(StepwiseEngine[BlockSequence]):
     def keep_step(self, answers: list[BlockSequence], steps: list[Drawn], version: int) -> int:
         for sequence, (places, tokens, logprobs) in zip(answers, steps, strict=True):
             if sequence.append_step(places, tokens, logprobs, version):
-                self.log.record_block(sequence, sequence.close_block())
+                self.log.record_block(sequence, whole := sequence.close_block())
+                if sequence.on_token is not None:
+                    for own in whole:
+                        sequence.on_token(own.token, own.logprob, own.version, None)
         self.cache.keep_only(state_of(own) for own in self.answers if not own.is_whole)
         self.account.counts["computed"] += self.computed
         return sum(len(tokens) for _, tokens, _ in steps)

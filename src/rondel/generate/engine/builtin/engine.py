@@ -124,6 +124,11 @@ class BuiltinEngine:
     def state(self) -> str:
         return self.lifecycle.state
 
+    @property
+    def context_limit(self) -> int:
+        """Tokens that a prompt and its answer can have together."""
+        return min(self.loaded.max_context, self.pages.count)
+
     def _own_weight_bytes(self) -> dict[str, int]:
         """Of an engine that shares a trainer's module nothing."""
         return self.resting.memory_bytes if self.resting.owns else {}

@@ -56,7 +56,7 @@ def from_disk(loaded: LoadedModel, folder: str) -> dict[str, Tensor]:
         model, report = type(loaded.model).from_pretrained(
             path,
             config=copy.deepcopy(loaded.model.config),
-            generation_config=copy.deepcopy(loaded.model.generation_config),  # weights alone are enough
+            **_generation_config(loaded.model),  # weights alone are enough
             dtype=loaded.dtype,
             attn_implementation="eager",
             use_safetensors=True,
@@ -68,6 +68,11 @@ def from_disk(loaded: LoadedModel, folder: str) -> dict[str, Tensor]:
         if odd := sorted(map(str, report.get(what) or ())):
             raise SyncError(f"'{folder}' has {len(odd)} {what.replace('_', ' ')}, first {odd[0]}")
     return dict(names.named_weights(model))
+
+
+def _generation_config(model: Any) -> dict[str, Any]:
+    """Of a model of text."""
+    return {"generation_config": copy.deepcopy(model.generation_config)} if hasattr(model, "generation_config") else {}
 
 
 def _same_architecture(loaded: LoadedModel, path: Path) -> None:

@@ -30,6 +30,7 @@ from rondel.generate.engine.server import (
     weights,
 )
 from rondel.generate.engine.server.answers import RequestSamples
+from rondel.generate.engine.server.engine_service import EngineService
 from rondel.generate.engine.server.errors import refusal_response, to_refusal
 from rondel.generate.engine.server.fields import read_fields
 from rondel.generate.engine.server.service import GenerationRequest, GenerationService
@@ -102,42 +103,51 @@ def build_app(service: GenerationService) -> ServerAuth:
         return lambda request: handler(service, request)
 
     routes = [
-        Route("/v1/models", _catch_errors(service, list_models), methods=["GET"]),
-        Route("/v1/models/{name:path}", _catch_errors(service, one_model), methods=["GET"]),
-        Route("/health", _catch_errors(service, bind_handler(health)), methods=["GET"]),
-        Route("/health_generate", _catch_errors(service, bind_handler(health_generate)), methods=["GET"]),
-        Route("/metrics", _catch_errors(service, show_metrics), methods=["GET"]),
+        Route("/v1/models", catch_errors(service, list_models), methods=["GET"]),
+        Route("/v1/models/{name:path}", catch_errors(service, one_model), methods=["GET"]),
+        Route("/health", catch_errors(service, bind_handler(health)), methods=["GET"]),
+        Route("/health_generate", catch_errors(service, bind_handler(health_generate)), methods=["GET"]),
+        Route("/metrics", catch_errors(service, show_metrics), methods=["GET"]),
         *(
-            Route(path, _catch_errors(service, bind_handler(_generation_handler(*how))), methods=["POST"])
+            Route(path, catch_errors(service, bind_handler(_generation_handler(*how))), methods=["POST"])
             for path, how in GENERATING.items()
         ),
         *(
             Route(
                 path,
-                in_anthropics_shape(answer) if "messages" in path else _catch_errors(service, answer),
+                in_anthropics_shape(answer) if "messages" in path else catch_errors(service, answer),
                 methods=["POST"],
             )
             for path, answer in chat_endpoints.bind_session(service).items()
         ),
         *(
-            Route(path, _catch_errors(service, bind_handler(handler)), methods=["POST"])
+            Route(path, catch_errors(service, bind_handler(handler)), methods=["POST"])
             for path, handler in TEXT.items()
         ),
         *(
-            Route(path, _catch_errors(service, bind_handler(handler)), methods=["GET"])
+            Route(path, catch_errors(service, bind_handler(handler)), methods=["GET"])
             for path, handler in FACTS.items()
         ),
         *(
             # trainers of the field flush with a GET
             Route(
                 path,
-                _catch_errors(service, bind_handler(handler), control=True),
+                catch_errors(service, bind_handler(handler), control=True),
                 methods=["GET", "POST"] if path == "/flush_cache" else ["POST"],
             )
             for path, handler in CONTROL.items()
         ),
     ]
-    there = ", ".join(r.path for r in routes if "{" not in r.path)
+    return ServerAuth(
+        service,
+        Starlette(routes=routes, exception_handlers=route_refusals([r.path for r in routes])),
+        {r.path for r in routes},
+    )
+
+
+def route_refusals(paths: list[str]) -> dict[Any, Any]:
+    """What is said where nothing is, and where another verb is meant."""
+    there = ", ".join(path for path in paths if "{" not in path)
 
     async def not_found(request: Request, error: Exception) -> Response:
         return refusal_response(
@@ -156,15 +166,11 @@ def build_app(service: GenerationService) -> ServerAuth:
             )
         )
 
-    return ServerAuth(
-        service,
-        Starlette(routes=routes, exception_handlers={404: not_found, 405: not_allowed}),
-        {r.path for r in routes},
-    )
+    return {404: not_found, 405: not_allowed}
 
 
-def _catch_errors(
-    service: GenerationService, handler: Callable[[Request], Awaitable[Any]], *, control: bool = False
+def catch_errors(
+    service: EngineService, handler: Callable[[Request], Awaitable[Any]], *, control: bool = False
 ) -> Callable[[Request], Awaitable[Any]]:
     """Whatever a handler raises is an answer, too."""
 
@@ -178,7 +184,7 @@ def _catch_errors(
     return endpoint
 
 
-def error_refusal(service: GenerationService, error: Exception) -> RequestRefusal:
+def error_refusal(service: EngineService, error: Exception) -> RequestRefusal:
     said = to_refusal(error, refusing=service.engine.state == "refusing")
     if said.status == 500:
         traceback.print_exception(error, file=sys.stderr)
@@ -268,7 +274,7 @@ class AnswerResponse:
 # -- health ----------------------------------------------------------------------------------------
 
 
-async def health(service: GenerationService, request: Request) -> Any:
+async def health(service: EngineService, request: Request) -> Any:
     """200 while it can serve or will again; 503 while it drains or refuses."""
     state = "draining" if service.draining else service.engine.state
     return JSONResponse({"status": state}, 503 if state in ("draining", "refusing") else 200)
@@ -295,7 +301,7 @@ async def health_generate(service: GenerationService, request: Request) -> Any:
 class ServerAuth:
     """Who may come in; and every answer that goes out is counted."""
 
-    def __init__(self, service: GenerationService, app: Starlette, paths: set[str]) -> None:
+    def __init__(self, service: EngineService, app: Starlette, paths: set[str]) -> None:
         self.service, self.app, self.paths = service, app, paths
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -15,6 +15,8 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
 class ServerMetrics:
+    """What every server counts."""
+
     def __init__(self, service: Any) -> None:
         self.service, self.registry = service, CollectorRegistry()
         self.requests = Counter("rondel_requests", "HTTP requests", ["path", "status"], registry=self.registry)
@@ -39,10 +41,7 @@ class ServerMetrics:
     def collect(self) -> Iterator[Any]:
         """The engine's state now."""
         engine = self.service.engine
-        s, pages = engine.scheduler, engine.pages
         gauges = {
-            "rondel_running": ("Answers in the batch", len(s.running)),
-            "rondel_waiting": ("Answers that wait for room in the batch", len(s.waiting)),
             "rondel_open": ("Answers promised and not yet given", self.service.open),
             "rondel_weight_version": ("The weights that serve", engine.version),
         }
@@ -52,6 +51,20 @@ class ServerMetrics:
         for name in ("serving", "held", "asleep", "refusing"):
             state.add_metric([name], float(engine.state == name))
         yield state
+
+    def render_metrics(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class CacheMetrics(ServerMetrics):
+    """Beside them those of an engine with a cache of pages."""
+
+    def collect(self) -> Iterator[Any]:
+        yield from super().collect()
+        engine = self.service.engine
+        s, pages = engine.scheduler, engine.pages
+        yield GaugeMetricFamily("rondel_running", "Answers in the batch", len(s.running))
+        yield GaugeMetricFamily("rondel_waiting", "Answers that wait for room in the batch", len(s.waiting))
         by = GaugeMetricFamily("rondel_pages", "Cache pages, one token each", labels=["kind"])
         for kind, n in (("free", pages.free_count), ("cached", s.tree.cached), ("total", pages.count)):
             by.add_metric([kind], n)
@@ -73,6 +86,3 @@ class ServerMetrics:
                 "rondel_guess_rounds", "Steps of an answer in which something was guessed", guesses.rounds
             )
         yield CounterMetricFamily("rondel_retracted", "Requests put back to make room", s.retracted)
-
-    def render_metrics(self) -> bytes:
-        return generate_latest(self.registry)

@@ -313,14 +313,15 @@ def model_list(service: GenerationService, born: int) -> dict[str, Any]:
     return {"object": "list", "data": [model_card(service, name, born) for name in (service.name, *service.adapters)]}
 
 
+def card_of(name: str, born: int) -> dict[str, Any]:
+    """What is told of any model."""
+    return {"id": name, "object": "model", "created": born, "owned_by": "rondel", "root": name}
+
+
 def model_card(service: GenerationService, name: str, born: int) -> dict[str, Any]:
     """Of the model, or of an adapter on it."""
     return {
-        "id": name,
-        "object": "model",
-        "created": born,
-        "owned_by": "rondel",
-        "root": name,
+        **card_of(name, born),
         "parent": None if name == service.name else service.name,
         "max_model_len": service.max_context_tokens,
     }

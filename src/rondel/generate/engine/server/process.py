@@ -6,19 +6,21 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-from rondel.generate.engine.server.app import build_app
-from rondel.generate.engine.server.service import GenerationService
+from rondel.generate.engine.server.app import ServerAuth
+from rondel.generate.engine.server.engine_service import EngineService
 from rondel.system.http.server import HttpServer
 from rondel.system.signals import handled_signals
 
 LAST = 5  # seconds for answers to leave after the drain's limit has cut them
 
 
-async def run(service: GenerationService, sock: socket.socket, *, drain: float, ready: Callable[[], None]) -> None:
+async def run(
+    service: EngineService, app: ServerAuth, sock: socket.socket, *, drain: float, ready: Callable[[], None]
+) -> None:
     """Serve until it is asked to end; then nothing new, `drain` seconds for what runs,
     and partial answers for what is left.
     """
-    server = HttpServer(build_app(service), sock, drain=int(drain) + LAST, ready=ready)
+    server = HttpServer(app, sock, drain=int(drain) + LAST, ready=ready)
     loop = asyncio.get_running_loop()
     cut: set[asyncio.Task[int]] = set()
 

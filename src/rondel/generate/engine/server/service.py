@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,31 +18,16 @@ from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.calls import CallFormat
 from rondel.generate.engine.builtin.text import IncrementalDetokenizer, split_stops
 from rondel.generate.engine.server.answers import RequestSamples, SampleAnswer
-from rondel.generate.engine.server.metrics import ServerMetrics
+from rondel.generate.engine.server.engine_service import EngineService, RequestLimits
 from rondel.generate.pictures import TooLarge, all_seen, load_message_images, place_images, split_images
 from rondel.generate.template import Template, describe_tools
 from rondel.system.http.response import RequestRefusal
 from rondel.text.special_tokens import special_tokens
 
 if TYPE_CHECKING:
+    from rondel.generate.engine.blocks.engine import BlockEngine
     from rondel.generate.engine.builtin.engine import BuiltinEngine
     from rondel.generate.engine.server.chat_fields import OfferedTools
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """What one client may cost the others.
-
-    body      bytes of a request; 0 is 4 MiB, and 64 MiB for a model that sees images
-    samples   answers of one request, prompts times n
-    queue     answers at once, running and waiting; more are told to come back (429)
-    deadline  seconds after which an answer is given up, so that a drain ends
-    """
-
-    body: int = 0
-    samples: int = 128
-    queue: int = 1024
-    deadline: float = 3600.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,12 +60,12 @@ class GenerationRequest:
     keeps: int | None = None  # of an answer, no more than so many tokens are told
 
 
-class GenerationService:
+class GenerationService(EngineService):
     """`run` executes on the device's thread; nothing here touches a tensor on the event loop."""
 
     def __init__(
         self,
-        engine: BuiltinEngine,
+        engine: BuiltinEngine | BlockEngine,
         *,
         run: Callable[..., Awaitable[Any]],
         name: str,
@@ -90,13 +74,15 @@ class GenerationService:
         segment: Callable[[str, int, int], Any] | None = None,
     ) -> None:
         """`segment(path, size, number)`: a piece of others' memory, as the engine's transport "ipc" opens it."""
-        self.engine, self.run, self.name, self.api_key, self.segment = engine, run, name, api_key, segment
-        self.limits = limits if limits.body else replace(limits, body=(64 if engine.loaded.sight else 4) << 20)
-        self.metrics = ServerMetrics(self)
-        self.updating = asyncio.Lock()
+        super().__init__(
+            engine,
+            run=run,
+            name=name,
+            limits=limits.with_body(64 if engine.loaded.sight else 4),
+            api_key=api_key,
+        )
+        self.segment = segment
         self.groups: dict[str, Any] = {}  # of trainers that broadcast weights, by name
-        self.open = 0  # answers promised and not yet given
-        self.draining = False
         # the engine decodes with its own; the two must not share a borrow
         self.tokenizer = copy.deepcopy(engine.loaded.tokenizer)
         self.plain = not getattr(self.tokenizer, "chat_template", None)
@@ -109,7 +95,7 @@ class GenerationService:
     @property
     def max_context_tokens(self) -> int:
         """Tokens that a prompt and its answer can have together."""
-        return min(self.engine.loaded.max_context, self.engine.pages.count)
+        return self.engine.context_limit
 
     @property
     def adapters(self) -> list[str]:
@@ -148,29 +134,6 @@ class GenerationService:
 
     def close(self) -> None:
         self._text.shutdown(wait=True, cancel_futures=True)
-
-    @contextmanager
-    def reserve_queue_slots(self, n: int) -> Iterator[None]:
-        """A place in the queue for n answers."""
-        if n > min(self.limits.samples, self.limits.queue):
-            raise RequestRefusal(
-                400,
-                f"prompts x n = {n} answers; this server gives at most {self.limits.samples} to one request",
-                param="n",
-            )
-        if self.open + n > self.limits.queue:
-            raise RequestRefusal(
-                429,
-                f"{self.open} answers are being written or wait, {self.limits.queue} are this server's limit: come "
-                "back later",
-                code="queue_full",
-                headers={"Retry-After": "1"},
-            )
-        self.open += n
-        try:
-            yield
-        finally:
-            self.open -= n
 
     async def prepare_samples(self, asked: GenerationRequest) -> RequestSamples:
         """Prompts as tokens, checked against the room there is; nothing runs yet."""

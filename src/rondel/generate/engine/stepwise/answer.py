@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from rondel.core.errors import UserError
 from rondel.core.types import Completion, FinishReason, Request, Sampling
 
+OnToken = Callable[[int, float, int, None], None]  # token, log-probability, version, no likeliest others
 READ = ("temperature", "max_tokens", "n", "seed", "ignore_eos")  # settings of sampling that such an engine reads
 
 
@@ -17,11 +19,13 @@ READ = ("temperature", "max_tokens", "n", "seed", "ignore_eos")  # settings of s
 class Answer(ABC):
     """done  what its caller waits for
     mark  of its prompt in the log; 0 is not logged
+    on_token  is told of tokens that no later step takes back
     """
 
     request: Request
     done: asyncio.Future[Completion]
     mark: int = field(default=0, kw_only=True)
+    on_token: OnToken | None = field(default=None, kw_only=True)
 
     @property
     @abstractmethod

@@ -21,6 +21,7 @@ from rondel.core.time_account import TimeAccount
 from rondel.core.types import Completion, EngineStatus, Message, Request, TokenScores
 from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
+from rondel.generate.engine.stepwise.answer import OnToken
 from rondel.generate.engine.stepwise.answer_log import AnswerLog
 from rondel.generate.engine.stepwise.control import A, StepwiseControl
 from rondel.generate.engine.stepwise.update import StepwiseUpdate
@@ -82,6 +83,15 @@ class StepwiseEngine(StepwiseControl[A]):
         return 0
 
     @property
+    def state(self) -> str:
+        return self.lifecycle.state
+
+    @property
+    def context_limit(self) -> int:
+        """Tokens that a prompt and its answer can have together."""
+        return self.loaded.max_context
+
+    @property
     def version(self) -> int:
         return self.lifecycle.version
 
@@ -91,10 +101,12 @@ class StepwiseEngine(StepwiseControl[A]):
 
     # -- generate and score ----------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, *, on_token: OnToken | None = None) -> Completion:
+        """`on_token` is told of every token of a text as soon as it is certain, for streams."""
         self.lifecycle.refuse_if_broken()
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         answer = self.open_answer(request, done)
+        answer.on_token = on_token
         self.log.restore(answer)
         if answer.is_whole:
             answer.finish("stop")
@@ -112,6 +124,15 @@ class StepwiseEngine(StepwiseControl[A]):
         finally:
             if answer in self.answers:  # the caller went away
                 self.answers.remove(answer)
+
+    async def flush_cache(self) -> int:
+        """Forget what was computed of prompts and answers, which is computed again. -> pages that became free: none are
+        counted.
+        """
+        if self.is_busy:
+            raise EngineError("flush while requests run: pause the engine first, or wait until it is idle")
+        self.forget_weights()
+        return 0
 
     def refuse_overlong(self, request: Request) -> None:
         """Of a model that reads its prompt by positions."""
