@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 from kits import runs
 from kits.fakes import CountingTrainer, endless, loop_kit
+from kits.no_rows import NO_ROWS
 from rondel import loop
 from rondel.buffer import Buffer
 from rondel.core.types import Sampling, Score, Trajectory
@@ -47,7 +48,9 @@ class Bandit(GroupRollouts):
 
 
 def bandit(tmp_path, faults, steps=60, groups=8, size=8):
-    parts = SimpleNamespace(job=runs.tiny(Path(tmp_path)), sampling=Sampling(), failures=FailureBudget(), pool=None)
+    parts = SimpleNamespace(
+        job=runs.tiny(Path(tmp_path)), sampling=Sampling(), failures=FailureBudget(), pool=None, rows=NO_ROWS
+    )
     rollouts, trained, trainer = Bandit(parts, size), [], CountingTrainer()
     rollouts.faults = faults
     buffer = Buffer(groups_per_step=groups, max_staleness=1)

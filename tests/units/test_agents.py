@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from kits.chat import tokenizer
+from kits.no_rows import NO_ROWS
 from kits.runs import events, final, run, tiny
 from rondel.core.errors import ConfigError, DataError, EngineError, UserError
 from rondel.core.types import Completion, EnvFault, Sampling, Score, Slot, Task
@@ -151,7 +152,9 @@ def rollouts(env, engine, folder) -> GroupRollouts:
             return TokenChat(tokenizer(), engine, sampling=Sampling(max_tokens=4), key=key, max_context=200)
 
     return Fake(
-        SimpleNamespace(job=tiny(folder), sampling=Sampling(), env=env, pool=None, failures=FailureBudget()),
+        SimpleNamespace(
+            job=tiny(folder), sampling=Sampling(), env=env, pool=None, rows=NO_ROWS, failures=FailureBudget()
+        ),
         group_size=1,
     )
 

@@ -9,6 +9,7 @@ import pytest
 from kits import runs
 from kits.bandit import Bandit
 from kits.fakes import CountingTrainer, endless, loop_kit
+from kits.no_rows import NO_ROWS
 from rondel import loop
 from rondel.buffer import Buffer
 from rondel.core.errors import ConfigError, RewardError
@@ -89,7 +90,9 @@ def test_a_run_stops_with_the_cause_and_a_checkpoint_and_goes_on(tmp_path, monke
 
 
 def test_what_was_scored_twice_is_counted_once(tmp_path):
-    parts = SimpleNamespace(job=runs.tiny(Path(tmp_path)), sampling=Sampling(), failures=FailureBudget(0.5), pool=None)
+    parts = SimpleNamespace(
+        job=runs.tiny(Path(tmp_path)), sampling=Sampling(), failures=FailureBudget(0.5), pool=None, rows=NO_ROWS
+    )
     rollouts = Bandit(parts, 4)
     rollouts.faults = 1.0
 
@@ -108,6 +111,7 @@ def test_a_pause_ends_when_the_world_mends(tmp_path):
         sampling=Sampling(),
         failures=FailureBudget(0.3, patience=60, first=0.001),
         pool=None,
+        rows=NO_ROWS,
     )
     rollouts, trainer, asked = Bandit(parts, 8), CountingTrainer(), []
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kits.chat import Engine, chat, tokenizer
 from kits.gateway import ADD, QWEN
+from kits.no_rows import NO_ROWS
 from rondel.core.errors import BoxError, DataError, RewardError, SandboxError
 from rondel.core.types import Completion, EnvFault, Failed, Score, Task, Trajectory
 from rondel.driver.failure_budget import FailureBudget
@@ -176,7 +177,9 @@ def calls(name: str = "add", arguments: str = "{}", id: str = "c1") -> dict[str,
 def service() -> GenerationService:
     loaded = SimpleNamespace(tokenizer=tok(), sight=None, max_context=1 << 14)
     return GenerationService(
-        SimpleNamespace(loaded=loaded, pages=SimpleNamespace(count=1 << 14), version=0, state="serving"),
+        SimpleNamespace(
+            loaded=loaded, pages=SimpleNamespace(count=1 << 14), version=0, state="serving", context_limit=1 << 14
+        ),
         run=None,
         name="m",
         limits=RequestLimits(),
@@ -516,7 +519,7 @@ def tried(env: Any) -> Trajectory:
         model=SimpleNamespace(teacher=None),
         agent_policies={},
     )
-    rollouts = GroupRollouts(SimpleNamespace(env=env, job=job, failures=FailureBudget()), 1)  # type: ignore[arg-type]
+    rollouts = GroupRollouts(SimpleNamespace(env=env, job=job, rows=NO_ROWS, failures=FailureBudget()), 1)  # type: ignore[arg-type]
     (trajectory,) = asyncio.run(rollouts.run_episode(Task("t/1", "x", {"prompt": "go"}), lambda: chat(tok(), Policy())))
     return trajectory
 

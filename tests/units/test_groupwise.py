@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kits.no_rows import NO_ROWS
 from kits.runs import events, run, tiny
 from my_group_reward import rank
 from rondel.core.types import EnvFault, Failed, Sampling, Score, Slot, Task, Trajectory
@@ -153,7 +154,9 @@ class Grader:
 
 
 def group_of(tmp_path, pool, failures):
-    parts = SimpleNamespace(job=tiny(tmp_path), sampling=Sampling(), env=Env(), pool=pool, failures=failures)
+    parts = SimpleNamespace(
+        job=tiny(tmp_path), sampling=Sampling(), env=Env(), pool=pool, rows=NO_ROWS, failures=failures
+    )
     return asyncio.run(Quiet(parts, group_size=4).generate_group(Slot(0, TASK, 0)))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from kits import runs
+from kits.no_rows import NO_ROWS
 from rondel.core.types import EnvFault, Failed, PolicyFault, Sampling, Score, Slot, Task, Trajectory
 from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.rollouts import GroupRollouts
@@ -50,7 +51,8 @@ class Pool:
 def rollouts(tmp_path, env, pool):
     job = runs.tiny(Path(tmp_path))
     return Quiet(
-        SimpleNamespace(job=job, sampling=Sampling(), env=env, pool=pool, failures=FailureBudget()), group_size=4
+        SimpleNamespace(job=job, sampling=Sampling(), env=env, pool=pool, rows=NO_ROWS, failures=FailureBudget()),
+        group_size=4,
     )
 
 

@@ -25,9 +25,9 @@ def run(
         ),
     ] = "",
 ) -> None:
-    """Convert a model to a Megatron-Core checkpoint, or a checkpoint to a model folder of Hugging Face.
+    """Convert a model to Megatron-Core's format, or back.
 
-    Neither needs Megatron or a GPU, and no number changes. A run trains a model folder: convert a checkpoint first.
+    A model folder becomes a checkpoint, a checkpoint a model folder of Hugging Face. Neither needs Megatron or a GPU, and no number changes. A run trains a model folder: convert a checkpoint first.
     """
     from rondel.models.megatron.convert import find_megatron, write_hugging_face, write_megatron
 

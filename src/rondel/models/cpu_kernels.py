@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 if TYPE_CHECKING:
     from rondel.models.score_rule import ScoreRule
 
+SWITCH = "RONDEL_CPU_KERNELS"  # in the environment: "1" turns them on
 CODES = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16  # numbers of a head that a decode step adds at once
 ROWS = 64  # of a norm whose share of the weight's gradient is summed one after the other

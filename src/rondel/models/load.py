@@ -4,6 +4,7 @@ wheel, an adapter's folder, or a random config.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def load_model(
         loaded = load_model(base, dtype=dtype, device=device, four_bits=packed, trust_remote_code=trust_remote_code)
         adapters.attach_adapter(loaded, path)
         return replace(loaded, name=path)
-    if torch.device(device).type == "cpu":
+    if torch.device(device).type == "cpu" and os.environ.get(cpu_kernels.SWITCH) == "1":
         cpu_kernels.use_library(native_library())
     wanted = pick_dtype(dtype, device)
     if deferred and isinstance(path, str) and not four_bits:
