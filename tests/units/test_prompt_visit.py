@@ -11,8 +11,8 @@ import torch
 from kits.algos import near, scored, tensor
 from kits.algos_oracle import anchored
 from kits.runs import final, run, run_and_die, tiny
-from rondel.algos.anchored import Anchored
 from rondel.algos.table import TABLE, resolve_algorithm
+from rondel.algos.visit_advantage import Anchored
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import ATTEMPTS, SOLVED, Failed, Score, Trajectory
 from rondel.driver.prompt_visit import PromptVisit

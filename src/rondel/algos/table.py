@@ -26,7 +26,6 @@ from rondel.algos.advantage import (
     WhitenedCenter,
 )
 from rondel.algos.aggregate import FixedNorm, PromptMean, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
-from rondel.algos.anchored import Anchored
 from rondel.algos.component import Component, LossTerm
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 from rondel.algos.criteria import CriterionBonus
@@ -54,6 +53,7 @@ from rondel.algos.tensors import Tensor
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
 from rondel.algos.turn_advantages import StepGroups, TokenBaseline, TurnGae
 from rondel.algos.value import ClippedValue
+from rondel.algos.visit_advantage import Anchored
 from rondel.core.errors import ConfigError
 from rondel.core.registry import find_registered, suggest_name
 
