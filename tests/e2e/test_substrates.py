@@ -22,6 +22,7 @@ from rondel.core.sandbox_types import Limits
 from rondel.core.types import Score, Task, Trajectory
 from rondel.generate.envs.python import python_tool
 from rondel.runtime.sandbox import oci_runtime
+from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.inside.filter import TABLE
 from rondel.runtime.sandbox.oci_runtime import bundle_config
 from rondel.runtime.sandbox.recipe import describe, sandbox_of
@@ -115,8 +116,11 @@ def test_limits_hold_in_a_container(sandbox):
 @pytest.mark.slow
 def test_without_control_groups_memory_is_held_for_each_process_and_that_is_said(sandbox, monkeypatch):
     """A plain user has none: rootless containers held no memory at all, and nobody said so."""
-    whole = sandbox.cell(Limits()).grouped
-    assert ("memory" in describe(sandbox)) != whole
+    cell = sandbox.cell(Limits())
+    whole = cell.grouped
+    cell.kill()
+    for made in (sandbox, Sandbox(sandbox.kind, limits={"memory": 1 << 30}, **sandbox.settings)):
+        assert ("memory" in describe(made)) != whole, "the trial has limits of its own, whatever the recipe's are"
     monkeypatch.setattr(oci_runtime, "make_group", lambda name, limits: ({}, None))
     monkeypatch.setattr(sandbox, "_waiting", None, raising=False)
     assert describe(sandbox).endswith("memory is held for each process only")

@@ -252,8 +252,8 @@ def _check_engine_ranks(job: Job) -> None:
             raise ConfigError(f"place.engines.{key} {rule}", page="docs/place.md#engines-of-several-processes")
 
 
+SOLUTION = "{solution}"  # what a context may not hold that every answer reads
 # environments whose one agent has no name
-SOLUTION = "{solution}"
 NAMELESS = {"single_turn", "tools", "search", "gateway", "verifiers", "gym", "repository"}
 
 

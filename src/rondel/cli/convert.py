@@ -27,7 +27,8 @@ def run(
 ) -> None:
     """Convert a model to Megatron-Core's format, or back.
 
-    A model folder becomes a checkpoint, a checkpoint a model folder of Hugging Face. Neither needs Megatron or a GPU, and no number changes. A run trains a model folder: convert a checkpoint first.
+    A model folder becomes a checkpoint, a checkpoint a model folder of Hugging Face. Neither needs Megatron or a GPU,
+    and no number changes. A run trains a model folder: convert a checkpoint first.
     """
     from rondel.models.megatron.convert import find_megatron, write_hugging_face, write_megatron
 
@@ -39,7 +40,7 @@ def run(
             raise UserError(f"--like is for a checkpoint of Megatron-Core, and {model} is none: leave it out")
         count = write_megatron(model, into)
         print(f"{into}: {count:,} numbers as Megatron-Core loads them")
-        print(f"next    --load {into} in Megatron-LM, slime or verl (with --ckpt-format torch_dist)")
+        print(f"next    --load {into} --ckpt-format torch_dist, where Megatron-LM loads it")
         return
     if not like:
         raise UserError(

@@ -104,4 +104,4 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.machine() + platform.processor()
-    return "\n".join({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))

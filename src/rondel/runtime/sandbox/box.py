@@ -68,6 +68,7 @@ SUBSTRATES: dict[str, Callable[..., Any]] = {
     "vm": make_machine,
     "http": make_remote_box,
 }
+MACHINES = ("microvm", "vm", "http")  # whose boxes are machines of their own
 SHOWS_HOST = ("process", "namespaces", "bubblewrap")  # whose boxes see the interpreter and the packages of this machine
 
 
@@ -90,6 +91,11 @@ class Sandbox:
         """Whether what is installed on this machine can be shown in a box; else it has what its image has."""
         return self.kind in SHOWS_HOST
 
+    @property
+    def is_machine(self) -> bool:
+        """Whether a box has memory of its own, and sees no folder of this machine."""
+        return self.kind in MACHINES
+
     def cell(self, limits: Limits = STANDARD, **settings: Any) -> Any:
         limits = replace(limits, **self.limits) if self.limits else limits
         return self._waiting.take(limits, settings) if self._waiting else self._start(limits, settings)
@@ -99,7 +105,7 @@ class Sandbox:
         base = settings.get("base")
         if base is None:
             return SUBSTRATES[self.kind](limits, **self.settings, **settings)
-        if self.kind in ("microvm", "vm", "http"):
+        if self.is_machine:
             raise SandboxError(
                 f"a box of kind '{self.kind}' sees no folder of this machine, and cannot begin from {base}"
             )
