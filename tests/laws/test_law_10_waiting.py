@@ -394,7 +394,7 @@ def test_an_actor_of_this_machine_that_is_stopped_while_it_is_built_is_named_soo
     cluster = RayCluster(2, patience=2.0)
     try:
         stopped, slow = (cluster.spawn(f"engine-{i}", SlowPart, "sleep", seconds) for i, seconds in enumerate((90, 8)))
-        _, pid = ray.get(stopped._process, timeout=60)
+        _, pid = ray.get(stopped._process, timeout=300)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(SilentError, match=r"worker engine-0 is stopped by a signal .* asked for: build"):
             stopped._made.result(60)

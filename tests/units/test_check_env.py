@@ -53,10 +53,12 @@ def test_a_good_environment_passes(tmp_path, unhurried):
         ("Infinite", {"failures", "empty", "wrong"}, "returned inf"),
     ],
 )
-def test_a_fault_is_found_by_its_name(tmp_path, env, what, said):
-    found = checked(tmp_path, f"kits.rehearsed_envs:{env}")
+def test_a_fault_is_found_by_its_name(tmp_path, env, what, said, request):
+    by_the_clock = what & {"blocking", "together"}  # on a busy machine one of these is found beside the other
+    hurry = {} if by_the_clock else request.getfixturevalue("unhurried")
+    found = checked(tmp_path, f"kits.rehearsed_envs:{env}", **hurry)
     assert not found.ok and bad(found) & what, found.findings
-    assert bad(found) <= what | {"gold"}
+    assert bad(found) <= what | {"gold"} | ({"blocking", "together"} if by_the_clock else set())
     assert any(part in f.message for f in found.findings if not f.ok for part in said.split("|")), found.findings
     assert all(f.remedy for f in found.findings if not f.ok)
 
