@@ -26,36 +26,6 @@ def said(*texts):
     return [Trajectory(text=text, tokens=list(range(len(text))), mask=[1] * len(text)) for text in texts]
 
 
-def place(trajectories, task):
-    """By the number each says; the text "7" says most."""
-    order = sorted(t.text for t in trajectories)
-    return [{"place": float(order.index(t.text)), "of": 0.0} for t in trajectories]
-
-
-place.groupwise = True
-
-
-class Together:
-    """An async one that serves several groups at once."""
-
-    groupwise, together = True, 4
-
-    async def __call__(self, trajectories, task):
-        await asyncio.sleep(0)
-        if task.data.get("short"):
-            return [1.0]
-        return [len(trajectories)] * len(trajectories)
-
-
-def broken(trajectories, task):
-    if task.data.get("raise"):
-        raise ValueError("no verdict")
-    return [0.5, float("nan"), None][: len(trajectories)]
-
-
-broken.groupwise = True
-
-
 def graded(reward, trajectories, task=TASK):
     """By what a worker does, in this process."""
     built = build_reward(reward)
@@ -72,16 +42,16 @@ def graded_by_a_worker(reward, trajectories, task=TASK):
 
 @pytest.mark.parametrize("graded", [graded, graded_by_a_worker])
 def test_one_call_sees_all_answers(graded):
-    assert graded("test_groupwise:place", said("8", "7", "9")) == [
+    assert graded("kits.group_rewards:place", said("8", "7", "9")) == [
         Score(1.0, {"place": 1.0, "of": 0.0}),
         Score(0.0, {"place": 0.0, "of": 0.0}),
         Score(2.0, {"place": 2.0, "of": 0.0}),
     ]
-    assert graded("test_groupwise:Together", said("a", "b")) == [Score(2.0), Score(2.0)]
+    assert graded("kits.group_rewards:Together", said("a", "b")) == [Score(2.0), Score(2.0)]
 
 
 def test_what_is_wrong_with_a_score_is_that_answers_failure_alone():
-    assert graded("test_groupwise:broken", said("a", "b", "c")) == [
+    assert graded("kits.group_rewards:broken", said("a", "b", "c")) == [
         Score(0.5),
         Failed("returned nan"),
         Failed("returned None"),
@@ -91,8 +61,8 @@ def test_what_is_wrong_with_a_score_is_that_answers_failure_alone():
 @pytest.mark.parametrize(
     "reward, data, reason",
     [
-        ("test_groupwise:broken", {"raise": True}, "raised ValueError"),
-        ("test_groupwise:Together", {"short": True}, "graded another group"),
+        ("kits.group_rewards:broken", {"raise": True}, "raised ValueError"),
+        ("kits.group_rewards:Together", {"short": True}, "graded another group"),
     ],
 )
 def test_what_is_wrong_with_the_call_is_each_ones_failure(reward, data, reason):
@@ -101,10 +71,10 @@ def test_what_is_wrong_with_the_call_is_each_ones_failure(reward, data, reason):
 
 
 def test_a_part_of_combine_sees_the_group_beside_parts_that_see_one_answer():
-    parts = {"correct": {"kind": "number", "weight": 2.0}, "place": "test_groupwise:place"}
+    parts = {"correct": {"kind": "number", "weight": 2.0}, "place": "kits.group_rewards:place"}
     found = graded({"kind": "combine", "parts": parts}, said("8", "7"))
     assert found == [Score(1.0, {"correct": 0.0, "place": 1.0}), Score(2.0, {"correct": 2.0, "place": 0.0})]
-    by = {"kind": "by", "field": "source", "parts": {"ranked": "test_groupwise:place", "sums": "number"}}
+    by = {"kind": "by", "field": "source", "parts": {"ranked": "kits.group_rewards:place", "sums": "number"}}
     assert [s.value for s in graded(by, said("8", "7"), Task("t", "x", {"source": "ranked"}))] == [1.0, 0.0]
     sums = Task("t", "x", {"source": "sums", "answer": "7"})
     assert [s.value for s in graded(by, said("8", "7"), sums)] == [0.0, 1.0]
@@ -173,7 +143,7 @@ def test_who_is_broken_or_scored_by_the_world_is_not_in_the_call(tmp_path):
 
 
 def test_a_run_is_graded_by_group(tmp_path):
-    run(tmp_path, task__reward="test_groupwise:Together", loop__steps=2, task__eval__every=2, task__eval__samples=3)
+    run(tmp_path, task__reward="kits.group_rewards:Together", loop__steps=2, task__eval__every=2, task__eval__samples=3)
     rewards = [event["rewards"] for event in events(tmp_path, "GroupFinished") if event["rewards"]]
     assert rewards and all(own == [4.0] * 4 for own in rewards[-4:])
     assert events(tmp_path, "Evaluated")[-1]["score"] == 3.0

@@ -10,6 +10,7 @@ import pytest
 
 from kits.fakes import CountingTrainer, Heard, Rollouts, endless, loop_kit
 from kits.runs import check, events, run, tiny
+from kits.sweeps import covering
 from rondel import loop
 from rondel.buffer import Buffer
 from rondel.core.errors import ConfigError
@@ -138,7 +139,7 @@ def test_an_oversampled_run_resumes(tmp_path, retry):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("top_k", [0, 30])
+@pytest.mark.parametrize("top_k", covering([0, 30], [30]))
 def test_a_sample_that_was_given_back_keeps_its_tokens_and_its_group(tmp_path, top_k):
     """What was written before the new weights is in the stored sample, bit for bit;
     a group is trained whole, in one step.

@@ -56,8 +56,8 @@ def laid(lengths: list[int], pages: int = 160) -> torch.Tensor:
     "heads, shared, size, wide, how",
     [
         (4, 2, 16, 16, {}),
-        (6, 2, 20, 12, {"window": 5}),
-        (3, 1, 24, 24, {"softcap": 3.0}),
+        pytest.param(6, 2, 20, 12, {"window": 5}, marks=pytest.mark.sweep),
+        pytest.param(3, 1, 24, 24, {"softcap": 3.0}, marks=pytest.mark.sweep),
         (6, 2, 20, 12, {"window": 66, "softcap": 2.0, "sinks": True}),
         (4, 2, 16, 16, {"chunk": 7, "sinks": True}),
         (3, 1, 24, 24, {"chunk": 64, "slopes": True}),
@@ -196,7 +196,7 @@ class Again:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "youtu"])
+@pytest.mark.parametrize("kind", covering(["llama", "youtu"], ["llama"]))
 def test_a_recorded_step_reads_only_its_inputs_and_notices_what_has_moved(on_gpu, kind):
     config = FAMILIES[kind] | {"num_hidden_layers": 1}
     loaded, card = tiny(kind, **config), on_card(kind, **config)

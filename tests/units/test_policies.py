@@ -90,11 +90,17 @@ SHORTER = {"loop.groups_per_step": 6, "trainer.lr": 1.4e-2}
 
 
 @pytest.mark.slow
-def test_a_game_of_two_is_learned_by_both(tmp_path, monkeypatch):
+@pytest.mark.parametrize("steps", covering([3, 80], [3]))
+def test_a_game_of_two_is_learned_by_both(tmp_path, monkeypatch, steps):
+    """After eighty steps; that both move shows after three."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    first, last = relay(tmp_path / "both")
+    first, last = relay(tmp_path / "both", **{"loop.steps": steps, "run.checkpoint.every": 1, "run.checkpoint.keep": 3})
     print(f"CURVE game with weights of their own: {first:.2f} -> {last:.3f}")
-    assert first < 0.3 and last > 0.9
+    assert steps < 80 or (first < 0.3 and last > 0.9)
+    checkpoints = sorted((tmp_path / "both" / "checkpoints").glob("step-*"))[-2:]
+    for own in ("", "policies/listener"):
+        early, late = (load_file(at / own / "model.safetensors") for at in checkpoints)
+        assert not any(torch.equal(early[name], late[name]) for name in early), own
 
 
 @pytest.mark.slow
@@ -209,7 +215,7 @@ PLAY = dict(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [{}, {"place__kind": "split"}])
+@pytest.mark.parametrize("place", covering([{}, {"place__kind": "split"}], [{"place__kind": "split"}]))
 def test_stale_episodes_have_versions_of_their_own_policies_within_the_limit(tmp_path, place):
     run(tmp_path, loop__max_staleness=1, algo__correction={"kind": "importance"}, loop__steps=4, **PLAY, **place)
     rows = check(tmp_path, staleness=1, total=4)

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from kits.sweeps import covering
 from rondel.generate.engine.builtin import radix
 from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.radix import RadixTree
@@ -50,7 +51,7 @@ class Oracle:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operations", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("operations", covering([10_000, 100_000], [10_000]))
 def test_fuzz(operations):
     """After every operation: each page is free or cached, once; what is cached is what the
     oracle knows; what is locked is still there.

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from kits.engine import ask
+from kits.sweeps import covering
 from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.request import SequenceState
 from rondel.generate.engine.builtin.scheduler import OVERTAKEN, Scheduler
@@ -118,7 +119,7 @@ def crowd(r, groups):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("requests", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("requests", covering([1_000, 10_000], [1_000]))
 def test_many_requests_leak_no_page_and_all_end(requests):
     """A crowd ten times larger than the cache; some are aborted, the cache is dropped at
     times, and weights change under what runs.

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kits.engine import all_of, ask, engine, prompt
 from kits.runs import events, run
+from kits.sweeps import covering
 from kits.train import apart, batch, gradient, model, row, step, trainer
 from rondel.assemble import replay
 from rondel.buffer.state import decode, encode
@@ -116,7 +117,7 @@ def test_the_gradient_is_that_of_the_formula_for_any_split(kind, cut):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("softcap", covering([None, 3.0], [3.0]))
 def test_forward_and_backward_across_chunks_equal_autograd(softcap):
     """Some rows cut and some not, in several chunks of rows."""
     torch.manual_seed(0)

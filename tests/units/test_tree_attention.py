@@ -55,8 +55,8 @@ def rule_of(how: str, heads: int) -> ScoreRule:
 @pytest.mark.parametrize(
     "how, tree, shape",
     [
-        ("plain", TREE, (4, 2, 16, 16)),
-        ("window", TREE, (2, 2, 20, 12)),
+        pytest.param("plain", TREE, (4, 2, 16, 16), marks=pytest.mark.sweep),  # as WHOLE, and as those with a rule
+        pytest.param("window", TREE, (2, 2, 20, 12), marks=pytest.mark.sweep),  # as with sinks
         ("chunk and softcap", TREE, (3, 1, 24, 24)),
         ("window and sinks", TREE, (2, 1, 16, 16)),
         ("plain", WHOLE, (2, 1, 16, 16)),
