@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from kits.drafts import LITTLE, MODEL, drafted
 from kits.engine import all_of, ask, prompt, tiny, twin
 from kits.runs import balances, events, run, run_and_die
+from kits.sweeps import covering
 from kits.train import awkward_groups, batch, bits, inline, model, row, step
 from kits.train import trainer as plain_trainer
 from rondel.core.config.job import Job
@@ -90,25 +91,25 @@ def rollouts(policy, draft, version: int):
     return groups, e.speculation.accepted / e.speculation.proposed
 
 
-def acceptance_of(lr: float) -> list[float]:
+def acceptance_of(lr: float, steps: int) -> list[float]:
     """RL moves the policy away from where the draft began, step by step."""
     policy, draft, algo, shares = twin(MODEL), twin(MODEL), row(), []
     t = LocalTrainer(policy, TrainSettings(lr=4e-3, start_probe=0), run=inline, draft=DraftTrainer(draft, lr=lr))
-    for version in range(STEPS):
+    for version in range(steps):
         groups, share = rollouts(policy, draft, version)
         shares.append(share)
         step(t, batch(groups, algo), algo)
     return shares
 
 
-STEPS = 10
-
-
 @pytest.mark.slow
-def test_acceptance_rises_against_a_frozen_draft_as_the_policy_drifts():
-    frozen, learning = acceptance_of(0.0), acceptance_of(4e-3)
+@pytest.mark.parametrize("steps", covering([5, 10], [5]))
+def test_acceptance_rises_against_a_frozen_draft_as_the_policy_drifts(steps):
+    """How far they come apart after ten steps; that they do shows after five."""
+    frozen, learning = acceptance_of(0.0, steps), acceptance_of(4e-3, steps)
     print("ACCEPTED frozen", [round(x, 2) for x in frozen], "trained", [round(x, 2) for x in learning])
-    assert frozen[0] == learning[0] > 0.99 and frozen[-1] < 0.2 and learning[-1] > 0.8
+    assert frozen[0] == learning[0] > 0.99
+    assert steps < 10 or (frozen[-1] < 0.2 and learning[-1] > 0.8)
     assert all(b > a + 0.05 for a, b in zip(frozen[3:], learning[3:]))
 
 
