@@ -236,8 +236,10 @@ def _open_recorders(job: Job, folder: Path, rollouts: store.RolloutStore, ends: 
     if traces is not None:
         ends.callback(subscribe(drop_on_failure("traces", traces.on_event)))
     ends.callback(subscribe(drop_on_failure("metrics", StepMetrics(*writers).on_event)))
-    advisor = Advisor(PlacementFacts.from_job(job.to_dict()), after=job.loop.warmup.steps)
-    ends.callback(subscribe(drop_on_failure("advice on speed", advisor.on_event), WorkerTime, StepDone))
+    place = PlacementFacts.from_job(job.to_dict())
+    if place.split:  # elsewhere nobody works beside another
+        advisor = Advisor(place, after=job.loop.warmup.steps)
+        ends.callback(subscribe(drop_on_failure("advice on speed", advisor.on_event), WorkerTime, StepDone))
 
 
 def last_words(error: BaseException) -> str:
