@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rondel.algos.exponent import bounded_exp
 from rondel.algos.tensors import Tensor, torch
-from rondel.algos.tokens import TokenBatch, Tokens
+from rondel.algos.tokens import TokenBatch, Tokens, bounded_exp
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm

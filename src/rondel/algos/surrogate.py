@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from rondel.algos.component import Component
-from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.scored_samples import over_group
 from rondel.algos.tensors import Tensor, torch
-from rondel.algos.tokens import Tokens
+from rondel.algos.tokens import LIMIT, Tokens, bounded_exp
 from rondel.core.errors import ConfigError
 from rondel.core.registry import one_of
 

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rondel.algos.exponent import select_logprobs
+from rondel.algos.tokens import select_logprobs
 from rondel.core.errors import ConfigError
 from rondel.models.block_diffusion.block_cache import CachedLayout
 from rondel.models.cache_pools import PoolSlots

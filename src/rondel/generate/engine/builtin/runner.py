@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondel.algos.exponent import select_logprobs
+from rondel.algos.tokens import select_logprobs
 from rondel.generate.engine.builtin.channels import TokenChannels, note_behavior, note_raw
 from rondel.generate.engine.builtin.logits_processors import process_logits
 from rondel.generate.engine.builtin.pages import PageAllocator
