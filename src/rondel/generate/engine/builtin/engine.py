@@ -17,9 +17,8 @@ from rondel.core.events import stalled_error
 from rondel.core.protocols import Interrupt, MemoryClaim, Progress, Tags, Transport
 from rondel.core.types import Completion, EngineStatus, Message, Request, TokenScores
 from rondel.generate.engine.builtin.channels import open_channels
-from rondel.generate.engine.builtin.engine_update import EngineUpdate
 from rondel.generate.engine.builtin.grammar import GrammarCache
-from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, check_interrupt
+from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, EngineUpdate, check_interrupt
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
 from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.request import Heard, SequenceState
@@ -108,9 +107,10 @@ class BuiltinEngine:
             self._sequence_log,
             speculation=speculation,
             concurrency=concurrency,
+            weights=self._own_weight_bytes,
         )
         self.account = self.serving.account
-        self.update = EngineUpdate(self.arrivals, self.lifecycle, self.serving, self._own_weight_bytes)
+        self.update = EngineUpdate(self.arrivals, self.lifecycle, self.serving)
 
     @property
     def version(self) -> int:

@@ -15,10 +15,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import EngineError, LawError, UserError
-from rondel.core.events import Generating, Speculated, emit
+from rondel.core.events import Advised, Generating, Speculated, emit
 from rondel.core.protocols import Progress
 from rondel.core.time_account import TimeAccount
-from rondel.core.types import Completion, FinishReason, Request
+from rondel.core.types import Commit, Completion, FinishReason, Request
 from rondel.generate.engine.builtin.lifecycle import StepTask
 
 if TYPE_CHECKING:
@@ -90,7 +90,6 @@ class AnswerDelivery:
 class ServingLoop(StepTask):
     """Steps of the token engine.
 
-    run      executes a function on the device's own thread
     seconds  spent in steps
     account  of the engine's time
     gone     running requests whose callers left: a step may still be computing them
@@ -107,18 +106,20 @@ class ServingLoop(StepTask):
         *,
         speculation: SpeculativeDecoder | None,
         concurrency: ConcurrencyController | None,
+        weights: Callable[[], Mapping[str, int]],
     ) -> None:
+        """`weights`: bytes of those that are the engine's own, by name."""
         self.account = TimeAccount("engine")
         super().__init__(lifecycle, self.account.switch_to)
         self.run, self.scheduler, self.runner = run, scheduler, runner
         self.answers, self.log, self.speculation, self.concurrency = answers, log, speculation, concurrency
-        self.seconds = 0.0
+        self.seconds, self._weights = 0.0, weights
+        self._retracted = 0  # of the scheduler, when the account was told last
         self.gone: list[SequenceState] = []
         self._aborted: list[SequenceState] = []  # and those that shall return what they have
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step runs or will: parked requests do not count (law 8)."""
         return self._task is not None and self.scheduler.has_work
 
     @property
@@ -198,6 +199,28 @@ class ServingLoop(StepTask):
             seen = len(self.scheduler.waiting)
             for _ in range(4):
                 await asyncio.sleep(0)
+
+    # -- an update of the weights ------------------------------------------------------------------
+
+    def follow_weights(self, before: int, commit: Commit) -> None:
+        if commit.version <= before:  # other weights under a name that was used: nothing computed so far may be matched
+            self.scheduler.drop_cache(before)
+        if self.runner.loaded.sight is not None:
+            self.runner.eyes.forget_features()
+        self.scheduler.new_version(commit.version, before)
+        self.log.record_version(commit.version, commit.root)
+        if self.runner.draft is not None:
+            self.runner.draft.forget_cache()  # it learns with the policy
+
+    def report_version(self) -> None:
+        if steps := self.account.counts["steps"]:
+            self.account.counts["room"] = steps * self.scheduler.max_running
+            self.account.counts["retracted"] = self.scheduler.retracted - self._retracted
+            self._retracted = self.scheduler.retracted
+        own = {f"engine {name}": n for name, n in self._weights().items()}
+        self.account.report_time({"kv_cache": self.runner.cache_bytes, **own})
+        if self.concurrency is not None and (found := self.concurrency.settled_limit()):
+            emit(Advised(self.lifecycle.version, *found))
 
     # -- requests that end otherwise than by their last token --------------------------------------
 
