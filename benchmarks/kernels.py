@@ -132,8 +132,8 @@ def _logprobs(where: Any, size: str) -> Any:
 def _attention(where: Any, size: str) -> Any:
     import torch
 
+    from rondel.models.dense_attention import ScoreRule
     from rondel.models.packed_layout import PackedLayout, PackedSegment
-    from rondel.models.score_rule import ScoreRule
     from rondel.models.tree_attention import SegmentTree, tree_attention
 
     heads, shared, width = SIZES[size][3:6]

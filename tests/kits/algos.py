@@ -29,6 +29,7 @@ from rondel.algos.surrogate import Clip
 from rondel.algos.table import Algorithm
 from rondel.algos.tokens import TokenBatch, Tokens
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean
+from rondel.train.advantages import advantages_of
 
 torch.set_num_threads(1)
 F64 = torch.float64
@@ -209,7 +210,7 @@ class Ragged:
             proximal=self.others_3T[0, at_T],
             behavior=self.others_3T[1, at_T],
             reference=self.others_3T[2, at_T],
-            advantages=row.advantages_T(scored),
+            advantages=advantages_of(row, scored),
             score=scored.spread_to_tokens(scored.rewards_N),
             demonstration=scored.spread_to_tokens(self.guided_N[order]),
             age=self.age_T[at_T],

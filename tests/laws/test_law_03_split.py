@@ -28,7 +28,7 @@ from rondel.algos.advantage import Constant
 from rondel.algos.component import Component
 from rondel.algos.table import TABLE
 from rondel.core.types import Score, Trajectory
-from rondel.train.advantages import compute_advantages
+from rondel.train.advantages import advantages_of, compute_advantages
 from rondel.train.pack import TrainBatch, batch_of, micro_batches
 from rondel.train.step_metrics import StepMetricSums
 
@@ -378,7 +378,7 @@ def test_a_choice_within_each_micro_batch_would_break_the_law(name):
     worst = 0.0
     for seed in range(3):
         batch = Ragged.make([3, 6, 5, 2], seed)
-        a_T = row.advantages_T(batch.scored())
+        a_T = advantages_of(row, batch.scored())
         row = replace(row, aggregate=aggregate.FixedNorm(9))
         if isinstance(row.advantage, Constant):
             fixed, halves = row, [(row, [0, 1]), (row, [2, 3])]

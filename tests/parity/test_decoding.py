@@ -12,9 +12,9 @@ import torch
 from rondel.core.types import Request, Sampling
 from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.models.dense_attention import ScoreRule
 from rondel.models.load import load_model
 from rondel.models.paged_layout import DecodeBatch
-from rondel.models.score_rule import ScoreRule
 
 torch.set_num_threads(1)
 PAGES, K, H, D = 200, 2, 6, 8

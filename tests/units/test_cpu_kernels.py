@@ -14,13 +14,12 @@ from kits.engine import SIZE
 from rondel.core.events import Warned, subscribe
 from rondel.models import cpu_kernels, native_library
 from rondel.models.cpu_kernels import attend_masked, takes_mask
-from rondel.models.dense_attention import dense_attention
+from rondel.models.dense_attention import ScoreRule, dense_attention
 from rondel.models.head import LMHead
 from rondel.models.load import load_model
 from rondel.models.native_library import SIGNATURES
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.paged_layout import DecodeBatch
-from rondel.models.score_rule import ScoreRule
 from rondel.train import logprobs
 
 pytestmark = pytest.mark.skipif(native_library.native_library() is None, reason="needs a C++ compiler")

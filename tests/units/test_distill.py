@@ -19,6 +19,7 @@ from rondel.assemble.rows import rows_of
 from rondel.core.errors import ConfigError, RondelError, TrainError
 from rondel.models.load import load_model
 from rondel.runtime.journal import store
+from rondel.train.advantages import advantages_of
 from rondel.train.teachers import Teacher, TeacherEnsemble
 
 V = 7
@@ -34,7 +35,7 @@ def test_its_expected_gradient_is_that_of_the_reverse_kl():
     scored = ScoredSamples(
         torch.zeros(V), torch.arange(V), torch.ones(V, dtype=torch.int64), behavior_T=logp.detach(), teacher_T=teacher
     )
-    advantages = opd.advantages_T(scored)
+    advantages = advantages_of(opd, scored)
     ours = torch.autograd.grad((logp.detach().exp() * -advantages * logp).sum(), logits, retain_graph=True)[0]
     wanted = torch.autograd.grad((logp.exp() * (logp - teacher)).sum(), logits)[0]
     assert torch.allclose(ours, wanted, atol=1e-12)
@@ -46,8 +47,8 @@ def test_a_reward_and_a_teacher_add_up_and_a_coefficient_of_zero_is_no_teacher()
     behavior, teacher = torch.randn(5, generator=generator), torch.randn(5, generator=generator)
     scored = ScoredSamples(rewards, groups, lengths, behavior_T=behavior, teacher_T=teacher)
     plain, taught = row("grpo"), row("grpo", distill={"coef": 0.5})
-    assert torch.allclose(taught.advantages_T(scored), plain.advantages_T(scored) - 0.5 * (behavior - teacher))
-    assert torch.equal(row("grpo", distill={"coef": 0.0}).advantages_T(scored), plain.advantages_T(scored))
+    assert torch.allclose(advantages_of(taught, scored), advantages_of(plain, scored) - 0.5 * (behavior - teacher))
+    assert torch.equal(advantages_of(row("grpo", distill={"coef": 0.0}), scored), advantages_of(plain, scored))
     assert "teacher_logprobs" in taught.needs and "teacher_logprobs" not in plain.needs
 
 

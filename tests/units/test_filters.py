@@ -14,7 +14,7 @@ from rondel.filter.complete import Complete
 from rondel.filter.length import truncated
 from rondel.filter.repetition import Repetition
 from rondel.filter.signal import signal
-from rondel.text.repetition import repeated_fraction
+from rondel.text.answer import repeated_fraction
 
 
 def group(*trajectories: Trajectory) -> Group:

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from kits.engine import SIZE, all_of, ask, engine, prompt
 from kits.families import FAMILIES
-from rondel.algos.exponent import k3
+from rondel.algos.tokens import k3
 from rondel.models import load, load_check
 from rondel.models.fp32_sums import ROUNDING, StreamProbe, keeps_fp32_stream
 from rondel.models.head import LMHead

@@ -34,6 +34,7 @@ from rondel.importing.translate import nest_lines, translate_config
 from rondel.importing.trl import TRL
 from rondel.importing.verl import VERL
 from rondel.runtime.telemetry.sinks import SINKS as TRACKERS
+from rondel.train.advantages import advantages_of
 
 PEERS = {peer.name: peer for peer in (TRL, VERL, OPENRLHF)}
 EXAMPLES = Path(__file__).parents[2] / "examples" / "peers"
@@ -430,7 +431,7 @@ def test_the_entropy_bonus_of_trl_acts_where_its_loss_does():
     assert (row.entropy.coef, row.entropy.top, row.surrogate.top) == (0.08, 0.25, 0.25)
     entropy = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     chosen = row.entropy.select(tokens(entropy, entropy, entropy, entropy=entropy))
-    mine = (row.aggregate(torch.tensor([40])) * row.entropy(entropy) * chosen).sum()
+    mine = (row.aggregate(torch.tensor([40])) * (row.entropy.coef * entropy) * chosen).sum()
     assert float(mine) == pytest.approx(0.02 * float(entropy.topk(10).values.mean()), rel=1e-12)
 
 
@@ -452,10 +453,10 @@ def test_what_openrlhf_does_behind_the_baseline_is_named(estimator):
         {key: value for key, value in nest_lines(report.lines)["algo"].items() if key != "group_size"}
     )
     draw = Ragged.make([3, 2, 4], 3, groups=1)
-    base = replace(row, kl=replace(row.kl, coef=0.0)).advantages_T(draw.scored())
+    base = advantages_of(replace(row, kl=replace(row.kl, coef=0.0)), draw.scored())
     cost = 0.01 * (draw.others_3T[1] - draw.others_3T[2])  # of k1
     owed = torch.cat([piece.flip(0).cumsum(0).flip(0) for piece in cost.split([3, 2, 4])])
-    assert torch.allclose(row.advantages_T(draw.scored()), base - owed, atol=1e-12, rtol=0)
+    assert torch.allclose(advantages_of(row, draw.scored()), base - owed, atol=1e-12, rtol=0)
     assert any("algo.kl.init_coef" in keys for keys, _ in report.lost) == (estimator == "reinforce_baseline")
     plain = translate_config(
         OPENRLHF, given | {"algo.advantage.estimator": "reinforce", "reward.clip_range": [-1, 1]}, ROWS
@@ -642,7 +643,7 @@ def test_a_config_of_verl_has_the_gradient_of_verls_formula(name):
     )
     batch = far_reference(Ragged.make([3, 7, 1, 10, 5, 2, 8, 4], 11))
     gradient = batch.loss(row)[1]
-    wanted = of_verl(VERL_CASES[name], batch, row.advantages_T(batch.scored()).tolist())
+    wanted = of_verl(VERL_CASES[name], batch, advantages_of(row, batch.scored()).tolist())
     assert float((gradient - wanted).norm()) <= 1e-10 * max(1.0, float(wanted.norm())) and float(wanted.norm()) > 1e-3
 
 

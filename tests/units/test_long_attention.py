@@ -10,8 +10,8 @@ import torch
 from kits.families import model as family
 from kits.train import apart, awkward_groups, batch, gradient, row, trainer
 from rondel.models import packed_layout
+from rondel.models.dense_attention import ScoreRule
 from rondel.models.packed_layout import PackedLayout, PackedSegment
-from rondel.models.score_rule import ScoreRule
 
 RULES = {
     "plain": {},

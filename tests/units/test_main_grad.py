@@ -11,8 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kits.sweeps import covering
 from rondel.models import linear
-from rondel.models.embedding_lookup import adopt_embedding
-from rondel.models.head import LMHead
+from rondel.models.head import LMHead, adopt_embedding
 from rondel.models.linear import install_cpu_linear
 from rondel.models.main_grad import main_grad
 from rondel.train import logprobs

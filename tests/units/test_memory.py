@@ -14,6 +14,7 @@ from rondel.core.errors import WorkerError
 from rondel.core.events import WorkerTime
 from rondel.runtime.memory import format_memory_report, ran_out
 from rondel.runtime.stacks import StackDumper
+from rondel.runtime.telemetry.metrics import StepMetrics
 from rondel.system.process_memory import resident_memory
 
 
@@ -68,9 +69,10 @@ def test_python_s_own_where_it_is_traced():
 
 
 def test_the_tenants_of_workers_without_a_process_are_the_controller_s(tmp_path):
-    stacks = StackDumper(tmp_path, pids=lambda: {"engine-0": os.getpid()})
-    stacks.on_event(WorkerTime("trainer", {}, memory={"rss": 1, "moments": 7_000_000}))
-    stacks.on_event(WorkerTime("engine-0", {}, memory={"rss": 1, "kv_cache": 3_000_000}))
+    metrics = StepMetrics()
+    metrics.on_event(WorkerTime("trainer", {}, memory={"rss": 1, "moments": 7_000_000}))
+    metrics.on_event(WorkerTime("engine-0", {}, memory={"rss": 1, "kv_cache": 3_000_000}))
+    stacks = StackDumper(tmp_path, pids=lambda: {"engine-0": os.getpid()}, held=metrics.held)
     _, controller, engine = stacks.memory_report().splitlines()
     assert (
         controller.endswith("moments 7.00 MB") and "kv_cache" not in controller and engine.endswith("kv_cache 3.00 MB")

@@ -13,6 +13,7 @@ from torch import nn
 from kits.train import awkward_groups, batch, bits, model, row, step, trainer
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.optim import MasterWeights, learning_rate, spread_within_rounding
+from rondel.train.settings import TrainSettings
 from rondel.train.step_metrics import StepMetricSums
 
 torch.set_num_threads(1)
@@ -196,7 +197,7 @@ def test_clipping_is_torchs(scale, clip):
 
 def test_schedules_at_named_points():
     def at(step, schedule="constant", warmup=4, steps=24, lr=2.0):
-        return learning_rate(step, lr=lr, schedule=schedule, warmup=warmup, steps=steps)
+        return learning_rate(lr, step, TrainSettings(lr, schedule=schedule, warmup_steps=warmup, steps=steps))
 
     assert [at(n) for n in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
     assert at(1000) == 2.0

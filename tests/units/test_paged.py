@@ -22,9 +22,9 @@ from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.cuda_graphs import CudaGraph, DecodeGraphs, sizes_upto
+from rondel.models.dense_attention import ScoreRule
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
-from rondel.models.score_rule import ScoreRule
 
 pytest.importorskip("triton", reason="pip install triton")
 from rondel.models import paged_attention

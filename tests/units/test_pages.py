@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rondel.generate.engine.builtin.pages import LayerPools, PageAllocator
+from rondel.generate.engine.builtin.pages import PageAllocator
+from rondel.models.cache_pools import LayerPools
 
 MB = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="mappings of one's own are used on Linux")

@@ -10,8 +10,8 @@ import torch
 from rondel.core.row_split import EVEN, deal_row, segment_depths, spread_row, work_of
 from rondel.models.block_indexer import TokenCount
 from rondel.models.context_parallel import ContextLayout, ContextRanks
+from rondel.models.dense_attention import ScoreRule
 from rondel.models.packed_layout import PackedLayout, PackedSegment
-from rondel.models.score_rule import ScoreRule
 
 COST = 64
 

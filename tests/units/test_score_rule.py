@@ -1,4 +1,4 @@
-"""models/score_rule.py: windows, chunks, sinks and slopes in packed attention, on every path that computes it."""
+"""models/dense_attention.py: windows, chunks, sinks and slopes in packed attention, on every path that computes it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from rondel.models import dense_attention
 from rondel.models.aligned_numerics import AlignedPacked
+from rondel.models.dense_attention import ScoreRule
 from rondel.models.packed_layout import PackedLayout, PackedSegment
-from rondel.models.score_rule import ScoreRule
 
 # a stranger, a prompt, two answers to it: (first token, tokens before it in its sequence)
 SEGMENTS = [PackedSegment(0, 13), PackedSegment(13, 9), PackedSegment(22, 7, 1), PackedSegment(29, 5, 1)]

@@ -12,7 +12,7 @@ from rondel.assemble.static_shapes import refuse_static_shapes, with_static_shap
 from rondel.core.errors import ConfigError, TrainError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Sampling
-from rondel.models.score_rule import ScoreRule
+from rondel.models.dense_attention import ScoreRule
 from rondel.models.static_layout import StaticLayout
 from rondel.runtime.telemetry.card import count_shapes, shapes_text
 from rondel.train.annotate import forward

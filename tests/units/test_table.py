@@ -17,13 +17,13 @@ from rondel.algos import (
     correction,
     kl,
     masked_surrogates,
-    ratio,
     reward_transforms,
     surrogate,
     trust_region_surrogates,
 )
 from rondel.algos.component import Component, LossTerm
-from rondel.algos.objective import explain_objective, objective
+from rondel.algos.explanation import explain_objective
+from rondel.algos.objective import objective
 from rondel.algos.table import DAPO, DR_GRPO, FAMILIES, GRPO, REINFORCE, RLOO, SFT, TABLE, resolve_algorithm
 from rondel.algos.tokens import TokenBatch
 from rondel.core.errors import ConfigError
@@ -119,7 +119,7 @@ def test_what_reads_the_behavior_need_not_correct_for_it():
     charged = replace(GRPO, kl=kl.Kl("k1", 0.1, where="reward"))
     assert "behavior_logprobs" in charged.needs and not charged.corrects_staleness
     assert replace(charged, correction=correction.OffPolicyMask()).corrects_staleness
-    assert replace(GRPO, ratio=ratio.TokenRatio("behavior")).corrects_staleness
+    assert replace(GRPO, ratio=surrogate.TokenRatio("behavior")).corrects_staleness
 
 
 def test_a_teacher_makes_advantages_that_can_be_negative():

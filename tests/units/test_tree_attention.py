@@ -10,8 +10,8 @@ import torch
 
 from kits.kernels import bfloat16_interpreter, moved_bytes
 from rondel.models import packed_layout
+from rondel.models.dense_attention import ScoreRule
 from rondel.models.packed_layout import PackedLayout, PackedSegment
-from rondel.models.score_rule import ScoreRule
 
 pytest.importorskip("triton", reason="pip install triton")
 from rondel.models import tree_attention as kernels

@@ -20,8 +20,7 @@ from rondel.core.errors import EngineError, SyncError
 from rondel.core.types import EngineStatus
 from rondel.generate.engine.builtin import weight_receiver
 from rondel.generate.engine.builtin.engine import BuiltinEngine
-from rondel.generate.engine.builtin.engine_update import EngineUpdate
-from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
+from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, EngineUpdate
 from rondel.generate.engine.builtin.serving_loop import ServingLoop
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.models import names
@@ -75,13 +74,9 @@ class SmallEngine:
                 drop_cache=lambda version: None,
                 new_version=lambda version, before: None,
                 is_behind=lambda version: False,
-                max_running=1,
-                retracted=0,
             )
-            runner = SimpleNamespace(loaded=SimpleNamespace(sight=None), draft=None, cache_bytes=0)
+            runner = SimpleNamespace(loaded=SimpleNamespace(sight=None), draft=None)
             log = SimpleNamespace(record_version=lambda version, root: None)
-            account = SimpleNamespace(counts={"steps": 0}, report_time=lambda memory: None)
-            concurrency = None
 
             @property
             def is_busy(self):
@@ -95,8 +90,11 @@ class SmallEngine:
                 await engine._end_step()
 
             wait_until_stopped = ServingLoop.wait_until_stopped
+            follow_weights = ServingLoop.follow_weights
 
             def update_account(self): ...
+
+            def report_version(self): ...
 
             async def run(self, work, *inputs):
                 await engine.world.step(f"{engine.name}: {work.__name__.strip('_')}")

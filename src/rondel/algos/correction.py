@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rondel.algos.component import Component
-from rondel.algos.exponent import bounded_exp
 from rondel.algos.scored_samples import group_sizes, over_group
 from rondel.algos.tensors import Tensor, torch
+from rondel.algos.tokens import bounded_exp
 from rondel.algos.truncation import Bound, least_error_bound
 from rondel.core.errors import ConfigError
 from rondel.core.registry import one_of

@@ -11,10 +11,9 @@ from rondel.algos.bounds import check_weight
 from rondel.algos.component import Component
 from rondel.algos.discount import discounted_returns
 from rondel.algos.divergence import Divergence
-from rondel.algos.exponent import bounded_exp
 from rondel.algos.scored_samples import ScoredSamples, over_group
 from rondel.algos.tensors import Tensor, torch
-from rondel.algos.tokens import TokenBatch
+from rondel.algos.tokens import TokenBatch, bounded_exp
 from rondel.core.errors import ConfigError
 
 

@@ -106,9 +106,6 @@ class EntropyBonus(Component):
         chosen_T = top_share_mask(entropy_T, self.top)
         return chosen_T if self.target is None or not len(entropy_T) else chosen_T & (entropy_T.mean() < self.target)
 
-    def __call__(self, entropy_T: Tensor) -> Tensor:
-        return self.coef * entropy_T
-
     def __str__(self) -> str:
         text = "entropy of the policy at the token"
         if self.top < 1:

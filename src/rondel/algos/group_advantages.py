@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rondel.algos.component import Component
-from rondel.algos.exponent import bounded_exp
 from rondel.algos.scored_samples import (
     ScoredSamples,
     group_deviations,
@@ -15,6 +14,7 @@ from rondel.algos.scored_samples import (
     over_group,
 )
 from rondel.algos.tensors import Tensor, torch
+from rondel.algos.tokens import bounded_exp
 from rondel.core.errors import ConfigError
 from rondel.core.registry import one_of
 

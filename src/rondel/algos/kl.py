@@ -16,8 +16,8 @@ from functools import cached_property
 
 from rondel.algos.bounds import LARGEST, check_weight
 from rondel.algos.component import Component
-from rondel.algos.exponent import bounded_exp, k1, k2, k3
 from rondel.algos.tensors import Tensor
+from rondel.algos.tokens import bounded_exp, k1, k2, k3
 from rondel.core.errors import ConfigError
 from rondel.core.registry import one_of
 

@@ -9,10 +9,9 @@ from typing import ClassVar
 
 from rondel.algos.component import Component
 from rondel.algos.divergence import binary_kl
-from rondel.algos.exponent import bounded_exp
 from rondel.algos.scored_samples import over_group
 from rondel.algos.tensors import Tensor, torch
-from rondel.algos.tokens import Tokens
+from rondel.algos.tokens import Tokens, bounded_exp
 from rondel.core.errors import ConfigError
 from rondel.core.registry import one_of
 

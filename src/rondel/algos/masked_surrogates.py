@@ -13,10 +13,9 @@ from typing import ClassVar
 
 from rondel.algos.component import Component
 from rondel.algos.entropy import top_count_mask, top_share_mask
-from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.surrogate import Clip, Surrogate
 from rondel.algos.tensors import Tensor, torch
-from rondel.algos.tokens import Tokens
+from rondel.algos.tokens import LIMIT, Tokens, bounded_exp
 from rondel.core.errors import ConfigError
 
 NEEDS = frozenset({"proximal_logprobs"})

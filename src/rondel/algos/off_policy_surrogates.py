@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rondel.algos.component import Component
-from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.scored_samples import over_group
 from rondel.algos.surrogate import Clip, Surrogate
 from rondel.algos.tensors import Tensor, torch
-from rondel.algos.tokens import Tokens
+from rondel.algos.tokens import LIMIT, Tokens, bounded_exp
 from rondel.core.errors import ConfigError
 from rondel.core.registry import one_of
 

@@ -11,11 +11,10 @@ from typing import ClassVar
 from rondel.algos.bounds import check_weight
 from rondel.algos.component import Component
 from rondel.algos.discount import discounted_returns
-from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.scored_samples import group_sizes, over_group
 from rondel.algos.surrogate import Clip, Surrogate
 from rondel.algos.tensors import Tensor, torch
-from rondel.algos.tokens import Tokens
+from rondel.algos.tokens import LIMIT, Tokens, bounded_exp
 from rondel.core.errors import ConfigError
 
 READS = frozenset({"advantage", "ratio"})

@@ -1,10 +1,15 @@
-"""The function of one token whose gradient is the policy's. `reads` names the parts of
-the row it takes numbers from; `slope` is the factor of ∇logp at ratio 1, as text for `explain`.
-Each maps Tokens, [T] -> loss and clipped, [T].
+"""How far the policy has moved from its anchor since the batch was drawn (the ratio), and the function of one token whose
+gradient is the policy's (the surrogate of it).
 
-A surrogate that must compare the tokens of the whole update has `select(tokens) -> [T]
-bool`. It is asked once, before the first move, with the proximal logprobs; the answer comes back as `tokens.selected`,
-whatever micro-batch the token is in (law 3).
+The anchor of a ratio is the proximal policy, which began the step: what lies between it and the behavior is the
+correction's. Anchored at the behavior itself (bypass) the ratio spans both, and no correction is left to make. Anchored
+at the reference it is how far the policy has come in all; it is then not 1 at the first update, and a clip would hold
+the policy there.
+
+A surrogate maps Tokens, [T] -> loss and clipped, [T]. `reads` names the parts of the row it takes numbers from; `slope`
+is the factor of ∇logp at ratio 1, as text for `explain`. One that must compare the tokens of the whole update has
+`select(tokens) -> [T] bool`. It is asked once, before the first move, with the proximal logprobs; the answer comes back
+as `tokens.selected`, whatever micro-batch the token is in (law 3).
 """
 
 from __future__ import annotations
@@ -14,10 +19,74 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from rondel.algos.component import Component
-from rondel.algos.exponent import LIMIT, bounded_exp
+from rondel.algos.scored_samples import over_group
 from rondel.algos.tensors import Tensor, torch
-from rondel.algos.tokens import Tokens
+from rondel.algos.tokens import LIMIT, Tokens, bounded_exp
 from rondel.core.errors import ConfigError
+from rondel.core.registry import one_of
+
+NEEDS = {
+    "proximal": frozenset[str](),
+    "behavior": frozenset({"behavior_logprobs"}),
+    "reference": frozenset({"ref_logprobs"}),
+}
+
+
+@dataclass(frozen=True)
+class TokenRatio(Component):
+    """log r_t = log pi(t) - log pi_anchor(t).  [T], [T] -> [T].  arXiv:1707.06347.  Each token stands for itself.
+
+    anchor    where the ratio starts: proximal, behavior (bypass), or reference
+    """
+
+    anchor: str = "proximal"
+
+    def __post_init__(self) -> None:
+        one_of("anchor", self.anchor, NEEDS)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return NEEDS[self.anchor]
+
+    def __call__(self, log_ratio_T: Tensor, sample_T: Tensor) -> Tensor:
+        return log_ratio_T
+
+    def __str__(self) -> str:
+        return f"exp(logp - logp_{self.anchor}) of the token"
+
+
+@dataclass(frozen=True)
+class SequenceRatio(TokenRatio):
+    """log r_t = mean over its sample of (log pi - log pi_anchor).  [T], [T] -> [T].  arXiv:2507.18071 (GSPO).
+
+    A sample is clipped as a whole, and each of its tokens moves it by its share.
+
+    anchor    where the ratio starts: proximal, behavior (bypass), or reference
+    """
+
+    def __call__(self, log_ratio_T: Tensor, sample_T: Tensor) -> Tensor:
+        return over_group(log_ratio_T, sample_T, "mean")
+
+    def __str__(self) -> str:
+        return f"exp(mean of logp - logp_{self.anchor} over the sample)"
+
+
+@dataclass(frozen=True)
+class SequenceTokenRatio(TokenRatio):
+    """log r_t = mean over its sample, as a number, with the gradient of token t alone.  [T],
+    [T] -> [T].  arXiv:2507.18071 (GSPO-token).
+
+    The value of the sequence ratio; with one advantage a sample its gradient too. Made for
+    advantages that differ within a sample.
+
+    anchor    where the ratio starts: proximal, behavior (bypass), or reference
+    """
+
+    def __call__(self, log_ratio_T: Tensor, sample_T: Tensor) -> Tensor:
+        return over_group(log_ratio_T.detach(), sample_T, "mean") + log_ratio_T - log_ratio_T.detach()
+
+    def __str__(self) -> str:
+        return f"exp(mean of logp - logp_{self.anchor} over the sample), the gradient that of the token"
 
 
 class Surrogate(NamedTuple):

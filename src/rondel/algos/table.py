@@ -29,7 +29,6 @@ from rondel.algos.aggregate import FixedNorm, PromptMean, SeqMeanTokenMean, SeqM
 from rondel.algos.component import Component, LossTerm
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 from rondel.algos.criteria import CriterionBonus
-from rondel.algos.discount import discounted_returns
 from rondel.algos.distill import Distill, EarlyDistill, FullDistill, GatedDistill, Observations, ScaledAdvantage
 from rondel.algos.divergence import Divergence
 from rondel.algos.entropy import EntropyBonus
@@ -44,12 +43,17 @@ from rondel.algos.off_policy_surrogates import CappedWeight, CenteredScore, Guid
 from rondel.algos.override import checked_bool, filter_names, loss_terms, override_knobs
 from rondel.algos.prompt_norm import PromptNorm
 from rondel.algos.question_value import QuestionValue
-from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.reward_transforms import ClipReward, KimiLength, NoShaping, Overlong
-from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeight, SquaredGap, UnboundedPositive
-from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient, WholeLikelihood
-from rondel.algos.tensors import Tensor
+from rondel.algos.surrogate import (
+    Clip,
+    LogLikelihood,
+    PolicyGradient,
+    SequenceRatio,
+    SequenceTokenRatio,
+    TokenRatio,
+    WholeLikelihood,
+)
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
 from rondel.algos.turn_advantages import StepGroups, TokenBaseline, TurnGae
 from rondel.algos.value import ClippedValue
@@ -150,7 +154,7 @@ FAMILIES: dict[str, dict[str, type]] = {
 class Algorithm:
     """One row: `replace(GRPO, name="dr_grpo", advantage=GroupCenter(), aggregate=FixedNorm())`.
 
-    Read downwards it is the way of a reward into the loss; `objective.py` puts the token terms together.
+    Read downwards it is the way of a reward into the loss; `objective.py` puts the parts together.
     """
 
     name: str
@@ -161,7 +165,7 @@ class Algorithm:
     surrogate: Component  # (tokens) -> Surrogate: loss_T, clipped_T
     correction: Component  # (log_weight_T, sample_T, advantages_T) -> weight_T
     kl: Kl  # (logprobs_T, ref_T, log_drift_T) -> kl_T
-    entropy: EntropyBonus  # entropy_T -> bonus_T, on the tokens that `select` chose
+    entropy: EntropyBonus  # coef of entropy_T, on the tokens that `select` chose
     aggregate: Component  # lengths_N -> weight_N
     # (behavior_T, teacher_T) -> cost_T, or a term of the loss
     distill: Distill | GatedDistill | FullDistill | Observations = field(default_factory=Distill)
@@ -272,7 +276,22 @@ class Algorithm:
     @cached_property
     def charges_advantages(self) -> bool:
         """Whether tokens pay of their advantages: for a KL, or for what a teacher says."""
-        return self.kl.in_advantage or (isinstance(self.distill, Distill) and bool(self.distill.coef))
+        return self.kl.in_advantage or self.charged_distill is not None
+
+    @cached_property
+    def charged_distill(self) -> Distill | None:
+        """The distillation that tokens pay of their advantages; None without one."""
+        return self.distill if isinstance(self.distill, Distill) and self.distill.coef else None
+
+    @property
+    def criterion_bonus(self) -> CriterionBonus | None:
+        """The bonus of tokens that earned a criterion; None without one."""
+        return self.distill if isinstance(self.distill, CriterionBonus) else None
+
+    @cached_property
+    def gated_distill(self) -> GatedDistill | None:
+        """The distillation that is a term of the loss behind a gate; None without one."""
+        return self.distill if isinstance(self.distill, GatedDistill) and self.distill.coef else None
 
     @cached_property
     def corrects(self) -> bool:
@@ -283,37 +302,6 @@ class Algorithm:
     def is_adaptive(self) -> bool:
         """Whether what one step has measured changes the row of the next: a coefficient with a target, a memory."""
         return self.kl.is_adaptive or self.entropy.is_adaptive or self.advantage.remembers
-
-    def with_shaped_rewards(self, scored: ScoredSamples) -> ScoredSamples:
-        """Rewards, shaped and charged with the KL: `rewards_N`, and the same by token in
-        `earned_T`. What shaping changes is due at the end.
-        """
-        shaped_N = self.shaping(scored)
-        earned_T = scored.token_rewards + scored.at_end(shaped_N - scored.rewards_N)
-        if self.kl.in_reward:
-            assert scored.behavior_T is not None and scored.ref_T is not None
-            cost_T = self.kl.token_cost(scored.behavior_T, scored.ref_T).to(earned_T.dtype)
-            earned_T, shaped_N = earned_T - cost_T, shaped_N - scored.sum_by_sample(cost_T)
-        return replace(scored, rewards_N=shaped_N, earned_T=earned_T, unshaped_N=scored.given_N)
-
-    def advantages_T(self, scored: ScoredSamples) -> Tensor:
-        """The advantage of every trainable token, in the order of the samples."""
-        found = self.advantage(scored if self.takes_rewards else self.with_shaped_rewards(scored))
-        found_T = found if self.advantage.per_token else scored.spread_to_tokens(found)
-        return self._charge_advantages(found_T, scored) if self.charges_advantages else found_T
-
-    def _charge_advantages(self, found_T: Tensor, scored: ScoredSamples) -> Tensor:
-        if self.kl.in_advantage:
-            assert scored.behavior_T is not None and scored.ref_T is not None
-            cost_T = self.kl.token_cost(scored.behavior_T, scored.ref_T).to(found_T.dtype)
-            found_T = found_T - discounted_returns(cost_T, scored.sample_T, gamma=1.0)
-        if not isinstance(self.distill, Distill) or not self.distill.coef:
-            return found_T
-        return self.distill.shape_advantages(found_T, scored)
-
-    def returns_T(self, scored: ScoredSamples) -> Tensor:
-        """What the critic of a row with one is to learn."""
-        return self.advantage.returns(self.with_shaped_rewards(scored))
 
     def bounded(self, max_tokens: int) -> Algorithm:
         """Every length that the recipe left open becomes its max_tokens."""

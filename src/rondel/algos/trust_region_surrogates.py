@@ -10,11 +10,10 @@ from typing import ClassVar
 from rondel.algos.bounds import check_weight
 from rondel.algos.component import Component
 from rondel.algos.divergence import binary_kl, binary_tv
-from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.scored_samples import over_group
 from rondel.algos.surrogate import Surrogate, check_bounds
 from rondel.algos.tensors import torch
-from rondel.algos.tokens import Tokens
+from rondel.algos.tokens import LIMIT, Tokens, bounded_exp
 from rondel.core.errors import ConfigError
 from rondel.core.registry import one_of
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from rondel.algos.objective import explain_objective
+from rondel.algos.explanation import explain_objective
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.types import POLICY, Task

@@ -60,6 +60,11 @@ class Deployment:
         """Whether an engine may end while the run goes on: one in a process of its own, or a replica of a router."""
         return bool(self.remotes) or self.new_engine is not None or self.bring_back_lost is not no_lost_replica
 
+    @property
+    def stays_whole(self) -> bool:
+        """Whether no worker can end while the run goes on: all of them are in this process."""
+        return not self.may_lose_engines and self.lost is _no_lost_worker
+
     def catches_up(self, worker: str, sync: WeightUpdate) -> Callable[[Any], Awaitable[int]] | None:
         """What brings an engine that was started again the weights that serve: of several
         policies those of its own, if they are trained.

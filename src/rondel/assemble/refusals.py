@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from rondel.algos.criteria import CriterionBonus
 from rondel.assemble.format_refusals import refuse_formats
 from rondel.core.config.job import Job
 from rondel.core.config.section import split_kind
@@ -20,6 +19,7 @@ from rondel.generate.envs.holdout import content_key
 from rondel.models.control.kinds import is_world_model
 
 if TYPE_CHECKING:
+    from rondel.algos.criteria import CriterionBonus
     from rondel.algos.table import Algorithm
     from rondel.assemble.rows import AlgorithmRows
 
@@ -354,8 +354,8 @@ def _check_critic(job: Job, row: Algorithm) -> None:
 
 def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     for row in rows.all_rows:
-        if isinstance(row.distill, CriterionBonus):
-            _check_criteria(job, row.distill, sampling)
+        if row.criterion_bonus is not None:
+            _check_criteria(job, row.criterion_bonus, sampling)
     pupil = rows.student_row
     if (pupil is not None) != (job.model.teacher is not None):
         raise ConfigError(

@@ -26,11 +26,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rondel.buffer.admission import SHORT, AdmissionRule
-from rondel.buffer.ledger import GroupLedger
-from rondel.buffer.open_groups import OpenGroups
+from rondel.buffer.flow_control import SHORT, AdmissionRule, make_waiters
+from rondel.buffer.groups import GroupLedger, OpenGroups
 from rondel.buffer.state import decode, encode
-from rondel.buffer.turn_waiters import make_waiters
 from rondel.core.errors import LawError
 from rondel.core.events import Admitted, emit
 from rondel.core.schedule_gate import ScheduleGate

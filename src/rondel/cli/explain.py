@@ -25,7 +25,7 @@ def run(
     the formula, with its defaults.
     """
     if not Path(recipe).suffix and not Path(recipe).exists():
-        from rondel.algos.objective import explain_objective
+        from rondel.algos.explanation import explain_objective
         from rondel.algos.table import TABLE
 
         if recipe not in TABLE:
@@ -86,7 +86,7 @@ def step_arithmetic(job: Any) -> str:
 
 def loss_formula(job: Any) -> str:
     """The effective loss: the row of the table with the recipe's overrides."""
-    from rondel.algos.objective import explain_objective
+    from rondel.algos.explanation import explain_objective
     from rondel.algos.table import resolve_algorithm
     from rondel.assemble.rows import rows_of
 

@@ -114,7 +114,7 @@ def _run_training(
                 f"--run.record=false, or begin in another run.folder"
             )
         stacks = StackDumper(folder)
-        ends.callback(subscribe(drop_on_failure("the record of stacks", stacks.on_event), Stalled, WorkerTime))
+        ends.callback(subscribe(drop_on_failure("the record of stacks", stacks.on_event), Stalled))
         ends.enter_context(stacks.on_demand())
         parts = build(job, folder)
         stacks.others, stacks.pids = lambda: parts.placed.dump(), lambda: parts.placed.pids()  # those of the last start
@@ -127,7 +127,8 @@ def _run_training(
             ends.callback(gate.close)
         rollouts = store.RolloutStore(folder)
         ends.callback(rollouts.close)
-        _open_recorders(job, folder, rollouts, ends, after=found[1]["step"] if found else -1)
+        metrics = _open_recorders(job, folder, rollouts, ends, after=found[1]["step"] if found else -1)
+        stacks.held = metrics.held
         run = RunPhases(job, parts, folder, checkpoints, rollouts, ending, gate)
         if unread := job.unread_keys():
             raise ConfigError(
@@ -211,7 +212,7 @@ def refuse_lost_checkpoints(folder: Path) -> None:
         )
 
 
-def _open_recorders(job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitStack, after: int) -> None:
+def _open_recorders(job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitStack, after: int) -> StepMetrics:
     """Who writes down what happens: journal, rollouts, metrics of the steps after `after`,
     traces, and what is seen in them. A resumed run depends on the first two: what they cannot
     write ends the run. All others are dispensable."""
@@ -235,9 +236,13 @@ def _open_recorders(job: Job, folder: Path, rollouts: store.RolloutStore, ends: 
     ]
     if traces is not None:
         ends.callback(subscribe(drop_on_failure("traces", traces.on_event)))
-    ends.callback(subscribe(drop_on_failure("metrics", StepMetrics(*writers).on_event)))
-    advisor = Advisor(PlacementFacts.from_job(job.to_dict()), after=job.loop.warmup.steps)
-    ends.callback(subscribe(drop_on_failure("advice on speed", advisor.on_event), WorkerTime, StepDone))
+    metrics = StepMetrics(*writers)
+    ends.callback(subscribe(drop_on_failure("metrics", metrics.on_event)))
+    place = PlacementFacts.from_job(job.to_dict())
+    if place.split:  # elsewhere nobody works beside another
+        advisor = Advisor(place, after=job.loop.warmup.steps)
+        ends.callback(subscribe(drop_on_failure("advice on speed", advisor.on_event), WorkerTime, StepDone))
+    return metrics
 
 
 def last_words(error: BaseException) -> str:

@@ -105,6 +105,9 @@ class RunPhases:
         sets, metric = [*evaluation_sets(job.task.eval, parts.tasks)], job.run.checkpoint.best
         self.best = BestCheckpoint(metric, sets, checkpoints) if metric else None
         self.delivery = WeightDelivery(parts.sync, parts.placed)
+        # an update that cannot be made again, another way or beside a step needs no delivery
+        sync = parts.sync
+        self.updates_plainly = parts.placed.stays_whole and not sync.has_ways and not sync.keeps_snapshots
         self.buffer: Buffer
         self.began = time.perf_counter()
         self.total = self.plan.warmup_steps + self.plan.steps
@@ -204,7 +207,7 @@ class RunPhases:
             done = await self._run_warmup(range(done + 1, warm + 1), saved)
             saved = None
         await self._run_reinforcement(range(done + 1, warm + steps + 1), saved if done > warm else None)
-        await self.delivery.finish(self.parts.trainer, self.parts.engine)
+        await self._finish_delivery()
         emit(RunEnded(warm + steps, parts.engine.version, "all steps done", time.perf_counter() - self.began))
 
     async def _run_warmup(self, steps: range, saved: dict[str, Any] | None) -> int:
@@ -316,10 +319,17 @@ class RunPhases:
         engines have devices of their own. A recorded run waits, for its schedule says between which requests a version
         came.
         """
+        if self.updates_plainly:
+            return await self.parts.sync(trainer, engine)
         apart = self.parts.sync.keeps_snapshots and not self.parts.placed.devices.in_turn
         if apart and self.buffer.rule.max_staleness and not self.gate.keeps_order:
             return await self.delivery.start(trainer, engine, self.buffer)
         return await self.delivery.update_engines(trainer, engine)
+
+    async def _finish_delivery(self) -> None:
+        """Engines serve what was published last."""
+        if not self.updates_plainly:
+            await self.delivery.finish(self.parts.trainer, self.parts.engine)
 
     # -- between two versions --------------------------------------------------------------------
 
@@ -355,7 +365,7 @@ class RunPhases:
 
     async def _write_checkpoint(self) -> None:
         """A synchronous run replays what it had begun since; another one goes on with it."""
-        await self.delivery.finish(self.parts.trainer, self.parts.engine)
+        await self._finish_delivery()
         step, version, then, order = self.done
         if step == self.saved:
             return
@@ -375,7 +385,7 @@ class RunPhases:
 
     async def _run_evaluation(self, step: int) -> None:
         if self.parts.tasks.evaluated:
-            await self.delivery.finish(self.parts.trainer, self.parts.engine)
+            await self._finish_delivery()
             for done in await evaluate(self.parts, step, lambda *told: emit(Evaluating(step, *told))):
                 emit(done.event)
                 if self.best:

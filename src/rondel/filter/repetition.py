@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rondel.core.errors import ConfigError
 from rondel.core.types import KEEP, Group, Verdict
-from rondel.text.repetition import repeated_fraction
+from rondel.text.answer import repeated_fraction
 
 
 @dataclass(frozen=True)

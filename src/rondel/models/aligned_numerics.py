@@ -26,16 +26,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rondel.algos.exponent import select_logprobs
+from rondel.algos.tokens import select_logprobs
 from rondel.core.errors import ConfigError
 from rondel.models.block_diffusion.block_cache import CachedLayout
 from rondel.models.cache_pools import PoolSlots
+from rondel.models.dense_attention import ScoreRule
 from rondel.models.elementwise import fill_activations
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.paged_layout import PagedLayout
 from rondel.models.recurrent.layout import SegmentStates, SlotStates
 from rondel.models.recurrent.mixers import keep_sums_in_order
-from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection

@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from rondel.core.errors import ModelError
-from rondel.models.score_rule import ScoreRule
+from rondel.models.dense_attention import ScoreRule
 
 NAME = "rondel"
 

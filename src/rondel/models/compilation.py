@@ -26,8 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from rondel.core.errors import ConfigError
 from rondel.models import linear
 from rondel.models.attention import AttentionLayout, LatentProjection, use_attention_layout
+from rondel.models.dense_attention import ScoreRule
 from rondel.models.packed_layout import PackedLayout, PackedSegment
-from rondel.models.score_rule import ScoreRule
 from rondel.models.traced_attention import outside_graph
 
 if TYPE_CHECKING:

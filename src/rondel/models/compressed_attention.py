@@ -24,11 +24,11 @@ from torch import Tensor
 from rondel.core.errors import ModelError
 from rondel.models.attention import attention_layout, current_layout
 from rondel.models.compressed_entries import CompressedEntries
+from rondel.models.dense_attention import ScoreRule
 from rondel.models.key_choice import IndexedTokens, choose_keys, index_scores
 from rondel.models.recurrent.layout import OneSegment, RecurrentLayout, SegmentStates
 from rondel.models.recurrent.window_compression import WindowCompression
 from rondel.models.routing_tape import current_tape
-from rondel.models.score_rule import ScoreRule
 
 ATTENTION = "DeepseekV4Attention"
 WINDOWS = 7  # of a compressor when it is proved; its indexer chooses fewer

@@ -22,10 +22,10 @@ from torch import Tensor
 from rondel.core.row_split import RowDealing, deal_row, spread_row
 from rondel.models.collectives import RankGroup, computed_again, gather_rows
 from rondel.models.compressed_entries import CompressedEntries
+from rondel.models.dense_attention import ScoreRule
 from rondel.models.key_choice import IndexedTokens, choose_in_pack
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recurrent.layout import SegmentStates, StateRule
-from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection

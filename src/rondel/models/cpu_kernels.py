@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from rondel.models.score_rule import ScoreRule
+    from rondel.models.dense_attention import ScoreRule
 
 SWITCH = "RONDEL_CPU_KERNELS"  # in the environment: "1" turns them on
 CODES = {torch.float32: 0, torch.bfloat16: 1}

@@ -13,7 +13,7 @@ from rondel.models.paged_attention import LaunchBatch, TokenRun
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
-    from rondel.models.score_rule import ScoreRule
+    from rondel.models.dense_attention import ScoreRule
 
 
 class FedLayout(StepCache):

@@ -31,10 +31,9 @@ from rondel.models.compressed_attention import CompressedLayers, check_compresso
 from rondel.models.control.kinds import FLOW_POLICY, MLP_POLICY, MLP_WORLD
 from rondel.models.deferred_weights import DeferredWeights, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
-from rondel.models.embedding_lookup import adopt_embedding
 from rondel.models.flow.kinds import FLOW_DIT, FLOW_MLP, FLOW_VIDEO, FLOWS
 from rondel.models.fp32_sums import install_fp32_stream
-from rondel.models.head import LMHead, decoder_of
+from rondel.models.head import LMHead, adopt_embedding, decoder_of
 from rondel.models.indexer import check_indexers, install_indexers
 from rondel.models.kept_inputs import install_kept_inputs
 from rondel.models.latent_attention import check_up_projections, install_latent_attention

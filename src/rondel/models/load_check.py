@@ -12,6 +12,7 @@ from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, position_r
 from rondel.models import vision
 from rondel.models.attention import NAME, LatentProjection, use_attention_layout
 from rondel.models.compressed_entries import CompressedEntries
+from rondel.models.dense_attention import ScoreRule
 from rondel.models.fp32_sums import StreamProbe, keep_fp32_stream, keeps_fp32_stream
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.image_features import VisionFeatures
@@ -19,7 +20,6 @@ from rondel.models.key_choice import IndexedTokens
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recurrent.state_count import StateCount
 from rondel.models.routing_tape import RoutingTape, use_tape
-from rondel.models.score_rule import ScoreRule
 
 # mean logprob difference to the model's own attention
 PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}

@@ -18,11 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from rondel.models.compressed_entries import CompressedEntries, WindowEnds
 from rondel.models.cpu_kernels import attend_masked, takes_mask
-from rondel.models.dense_attention import is_short, sdpa
+from rondel.models.dense_attention import ScoreRule, is_short, sdpa
 from rondel.models.key_choice import IndexedTokens, choose_in_pack, is_chosen
 from rondel.models.processor import HALVES, is_widened
 from rondel.models.recurrent.layout import SegmentStates
-from rondel.models.score_rule import ScoreRule
 from rondel.system.kernel_choice import KernelChoice, choose_kernel
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
-    from rondel.models.score_rule import ScoreRule
+    from rondel.models.dense_attention import ScoreRule
 
 # of a context where few tokens are new: work for a whole GPU at a batch of one, and the same sums at every batch
 SPLITS = 8

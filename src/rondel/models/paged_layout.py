@@ -14,10 +14,9 @@ from torch import Tensor
 
 from rondel.models.cache_pools import CachePool, PoolSlots, StepCache, read_kv
 from rondel.models.cpu_kernels import DecodeContexts, attend_decode, takes_pools
-from rondel.models.dense_attention import sdpa
+from rondel.models.dense_attention import ScoreRule, sdpa
 from rondel.models.key_choice import ALL, IndexedTokens, choose_over_pages, is_chosen
 from rondel.models.processor import is_widened
-from rondel.models.score_rule import ScoreRule
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection

@@ -28,7 +28,7 @@ from rondel.models.processor import is_widened
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
-    from rondel.models.score_rule import ScoreRule
+    from rondel.models.dense_attention import ScoreRule
 
 
 class StaticLayout:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rondel.models.attention import LatentProjection, current_layout, use_attention_layout
-from rondel.models.score_rule import ScoreRule
+from rondel.models.dense_attention import ScoreRule
 from rondel.models.torch_library import LIBRARY
 
 

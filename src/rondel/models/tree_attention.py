@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rondel.models.score_rule import ScoreRule
+    from rondel.models.dense_attention import ScoreRule
 
 # of what is masked: finite, so that a row that sees nothing in a block stays a number
 NEGATIVE = tl.constexpr(-1.0e30)

@@ -30,7 +30,7 @@ class VocabularyPart:
         return local * mine, mine
 
     def select_logprobs(self, z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What `algos.exponent.select_logprobs` gives, of this rank's columns z [C, size] (overwritten); the sums are whole."""
+        """What `algos.tokens.select_logprobs` gives, of this rank's columns z [C, size] (overwritten); the sums are whole."""
         top = self.ranks.all_reduce(z.amax(-1, keepdim=True), dist.ReduceOp.MAX)
         local, mine = self.own_ids(target)
         picked = self.sum(z.gather(-1, local[:, None]) * mine[:, None])

@@ -19,11 +19,11 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from rondel.core.events import Event, Stalled, WorkerTime
+from rondel.core.events import Event, Stalled
 from rondel.runtime.memory import format_memory_report, write_device_snapshot
 from rondel.system.threads import current_frames
 
@@ -41,20 +41,23 @@ class StackDumper:
 
     others  makes the workers write theirs, as they are now
     pids    of the workers of this machine, by name
+    held    bytes of tenants by worker, as it last told
     """
 
     def __init__(
-        self, folder: Path, others: Callable[[], None] = lambda: None, pids: Callable[[], dict[str, int]] = dict
+        self,
+        folder: Path,
+        others: Callable[[], None] = lambda: None,
+        pids: Callable[[], dict[str, int]] = dict,
+        held: Mapping[str, dict[str, int]] | None = None,
     ) -> None:
         self.logs, self.others, self.pids = folder / "logs", others, pids
-        self.held: dict[str, dict[str, int]] = {}  # by worker, as it last told
+        self.held = {} if held is None else held
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, Stalled):
             self.dump(event.message)
             event.stacks = str(self.logs)
-        elif isinstance(event, WorkerTime):
-            self.held[event.worker] = event.memory
 
     def dump(self, why: str = "asked for by a signal") -> None:
         self.others()

@@ -156,6 +156,11 @@ class WeightUpdate:
         """Whether what is published stays as it is while the trainer steps."""
         return self.transport.holds == "commit"
 
+    @property
+    def has_ways(self) -> bool:
+        """Whether weights can go another way where one has failed."""
+        return isinstance(self.transport, TransportChoice)
+
     async def publish(self, trainer: Trainer, *engines: RolloutEngine) -> Snapshot:
         """The first half of an update, where snapshots are kept; the trainer is free when it returns."""
         assert self.keeps_snapshots, self.transport.holds

@@ -25,7 +25,7 @@ from rondel.models.recompute import install_recompute
 from rondel.models.step_head import StepHead
 from rondel.train.annotate import forward_stage
 from rondel.train.optim import MasterWeights
-from rondel.train.pack import MicroBatches, PackedBatch, TrainBatch, micro_batches
+from rondel.train.pack import MicroBatches, PackedBatch, TrainBatch, micro_batches, micro_budget
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.row_share import own_share
 
@@ -147,7 +147,7 @@ class Critic:
     def _split_batch(self, batch: TrainBatch, settings: TrainSettings) -> MicroBatches:
         return micro_batches(
             batch,
-            settings.micro_budget(batch),
+            micro_budget(batch, settings),
             share=settings.share_prompts,
             device=self.loaded.device,
             rank=self.ranks.data_rank,

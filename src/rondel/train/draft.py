@@ -17,7 +17,7 @@ from rondel.core.events import Warned, emit
 from rondel.train import annotate as notes
 from rondel.train.loss_scale import loss_scale_of
 from rondel.train.optim import MasterWeights
-from rondel.train.pack import TrainBatch, micro_batches
+from rondel.train.pack import TrainBatch, micro_batches, micro_budget
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -40,7 +40,7 @@ class DraftTrainer:
         self.weights.zero_grad()
         loss = 0.0
         for packed in micro_batches(
-            batch, policy.micro_budget(batch), share=policy.share_prompts, device=self.loaded.device
+            batch, micro_budget(batch, policy), share=policy.share_prompts, device=self.loaded.device
         ):
             logprobs, _ = notes.forward(self.loaded, packed, temperature=policy.temperature)
             part = -logprobs.sum() / batch.total_tokens

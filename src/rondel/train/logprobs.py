@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rondel.algos.divergence import Divergence
-from rondel.algos.exponent import select_logprobs
+from rondel.algos.tokens import select_logprobs
 from rondel.models.cpu_kernels import has_kernels, logit_gradients, logprob_terms
 from rondel.models.linear import add_product, as_factor, fp32_product, matmul
 from rondel.models.main_grad import main_grad

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondel.algos.exponent import LIMIT, bounded_exp, k3
-from rondel.algos.tokens import TokenBatch
+from rondel.algos.tokens import LIMIT, TokenBatch, bounded_exp, k3
 from rondel.core.events import Warned, emit
 from rondel.train.pack import TrainSample
 

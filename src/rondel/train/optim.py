@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from rondel.models.main_grad import own_parameter, weights_changed
 from rondel.models.rounded_weights import take_whole, weight_format
 from rondel.train.loss_scale import LossScale
 from rondel.train.optimizers import TABLES, build_optimizers, bytes_each, is_hidden
+
+if TYPE_CHECKING:
+    from rondel.train.settings import TrainSettings
 
 PIECE = 1 << 20  # weights spread or rounded at a time: temporary tensors of 4 MB
 
@@ -268,9 +272,12 @@ def _hashed(name: str, first: int, like: Tensor) -> Tensor:
     return word ^ word >> 16
 
 
-def learning_rate(step: int, *, lr: float, schedule: str, warmup: int, steps: int) -> float:
-    """Linear warm-up over `warmup` steps, then constant, linear to 0, or a half cosine to 0 at `steps`."""
+def learning_rate(lr: float, step: int, settings: TrainSettings) -> float:
+    """`lr` at a step that counts from 0: linear warm-up over `warmup_steps`, then constant, linear to 0, or a half cosine
+    to 0 at `steps`.
+    """
+    step, warmup = step - settings.first_step, settings.warmup_steps
     if step < warmup:
         return lr * (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return lr * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[schedule]
+    done = min(1.0, (step - warmup) / max(1, settings.steps - warmup))
+    return lr * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[settings.schedule]

@@ -15,6 +15,7 @@ from rondel.algos.table import Algorithm
 from rondel.core.errors import TrainError, UserError
 from rondel.system.process_memory import release_freed_memory
 from rondel.train.observations import observed_batch
+from rondel.train.optim import learning_rate
 from rondel.train.pack import TrainBatch
 from rondel.train.step import LocalTrainer, NotFinite, begin_gradients
 from rondel.train.step_metrics import StepMetricSums
@@ -56,7 +57,7 @@ def accumulate(
 def apply(trainer: LocalTrainer, lr: float | None) -> dict[str, float]:
     """One step of the optimizer with what has been added up, clipped, at `lr` or that of the settings. -> metrics."""
     settings, weights = trainer.settings, trainer.weights
-    rate = settings.learning_rate(settings.lr, trainer.step_number) if lr is None else lr
+    rate = learning_rate(settings.lr, trainer.step_number, settings) if lr is None else lr
     norm, changed = weights.gradient_norm(), 0.0
     overflowed = weights.overflowed(norm)
     if not overflowed and not math.isfinite(float(norm)):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rondel.core.drawn_steps import DrawnSteps
     from rondel.core.unmasking_steps import UnmaskedAnswers, UnmaskingSteps
     from rondel.models.loaded_model import LoadedModel
+    from rondel.train.settings import TrainSettings
 
 
 @dataclass(slots=True)
@@ -425,6 +426,12 @@ class MicroBatches:
             yield packed
 
 
+def micro_budget(batch: TrainBatch, settings: TrainSettings) -> int:
+    """Tokens of a micro-batch of `batch`. It follows from the batch alone, so that a resumed run packs as before."""
+    whole = min(batch.largest_group, settings.micro_group) if settings.micro_group else 0
+    return max(settings.micro_tokens, whole)
+
+
 def micro_batches(
     batch: TrainBatch,
     budget: int,
@@ -459,6 +466,8 @@ def _split_batch(
     number = [f for f, family in enumerate(families) for _ in family]
     own = [s.packed_length - prompts[f] for s, f in zip(batch.samples, number)]
     beyond = [prompt - trees[of[f]][1] for f, prompt in enumerate(prompts)]
+    if own and not even and sum(own) + sum(beyond) + sum(root for _, root in trees) <= budget:
+        return [list(range(len(own)))]
     sizes = PromptFamilies(own, number, beyond, [of[f] for f in range(len(families))], [root for _, root in trees])
     return (
         balance_micro_batches(sizes, budget=budget, ranks=ranks)

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-from rondel.train.optim import learning_rate
-
-if TYPE_CHECKING:
-    from rondel.train.pack import TrainBatch
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +55,6 @@ class TrainSettings:
             "weight_decay": self.weight_decay,
             "host": self.optimizer_on_host,
         }
-
-    def micro_budget(self, batch: TrainBatch) -> int:
-        """Tokens of a micro-batch of `batch`. It follows from the batch alone, so that a resumed run packs as before."""
-        return (
-            max(self.micro_tokens, min(batch.largest_group, self.micro_group))
-            if self.micro_group
-            else self.micro_tokens
-        )
-
-    def learning_rate(self, lr: float, step: int) -> float:
-        """`lr` under the schedule, at a step that counts from 0."""
-        return learning_rate(
-            step - self.first_step, lr=lr, schedule=self.schedule, warmup=self.warmup_steps, steps=self.steps
-        )
 
     def at_rest(self) -> TrainSettings:
         """The same with lr = 0: a step that must change nothing."""

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from rondel.algos.aggregate import counted_tokens, masked_scale, sample_weights
-from rondel.algos.exponent import k3
 from rondel.algos.mixture import Mixture
 from rondel.algos.objective import FIELDS, decide_update, objective
-from rondel.algos.tokens import TokenBatch
+from rondel.algos.tokens import TokenBatch, k3
 from rondel.core.errors import TrainError, UserError
 from rondel.core.events import Warned, emit
 from rondel.core.time_account import TimeAccount
@@ -37,7 +36,8 @@ from rondel.train.mesh_checks import names_model
 from rondel.train.mismatch import MismatchAlarm
 from rondel.train.observations import observed_batch
 from rondel.train.offload import Offload
-from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches
+from rondel.train.optim import learning_rate
+from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches, micro_budget
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.row_share import count_shared
 from rondel.train.settings import TrainSettings
@@ -212,7 +212,7 @@ class LocalTrainer:
         self.offload.refuse_asleep("annotate")
         settings = self.settings
         how: dict[str, Any] = dict(
-            budget=settings.micro_budget(batch),
+            budget=micro_budget(batch, settings),
             temperature=settings.temperature,
             share=settings.share_prompts,
             ranks=self.ranks,
@@ -234,7 +234,7 @@ class LocalTrainer:
         if "ref_means" in needs:
             assert self.start is not None, "the row needs the reference, and the trainer was built without it"
             with self.offload.on_device(self.start):
-                notes.annotate_step_means(self.start, batch, budget=settings.micro_budget(batch), ranks=self.ranks)
+                notes.annotate_step_means(self.start, batch, budget=micro_budget(batch, settings), ranks=self.ranks)
         if "collisions" in needs:
             notes.annotate_collisions(self.loaded, batch, replay=settings.replay_routes, **how)
         if "ages" in needs:
@@ -255,7 +255,7 @@ class LocalTrainer:
                         teacher,
                         own,
                         number,
-                        budget=settings.micro_budget(batch),
+                        budget=micro_budget(batch, settings),
                         share=settings.share_prompts,
                         ranks=self.ranks,
                     )
@@ -321,7 +321,7 @@ class LocalTrainer:
             sums.to_metrics(len(moves))
             | known
             | {
-                "train/lr": self.settings.learning_rate(settings.lr, self.step_number),
+                "train/lr": learning_rate(settings.lr, self.step_number, settings),
                 "train/tokens": float(batch.total_tokens),
             }
         )
@@ -332,7 +332,7 @@ class LocalTrainer:
         if (scale := self.weights.loss_scale) is not None:
             metrics |= {"train/loss_scale": scale.value, "train/overflows": float(overflows)}
         if critic is not None:
-            metrics["train/critic_lr"] = self.settings.learning_rate(settings.critic_lr, self.step_number)
+            metrics["train/critic_lr"] = learning_rate(settings.critic_lr, self.step_number, self.settings)
             critic.steps += 1
         if stepped:
             if main.is_adaptive:
@@ -359,7 +359,7 @@ class LocalTrainer:
     def _skip_step(self) -> StepStats:
         """A step in which there was nothing of this policy: its weights stay, its version and its schedule go on."""
         metrics = {
-            "train/lr": self.settings.learning_rate(self.settings.lr, self.step_number),
+            "train/lr": learning_rate(self.settings.lr, self.step_number, self.settings),
             "train/tokens": 0.0,
             "train/weights_changed": 0.0,
         }
@@ -438,13 +438,13 @@ class LocalTrainer:
             changed = 0.0
             if norm > 0:  # without signal the momentum of earlier steps must not move anything either
                 changed = self.weights.step(
-                    lr=self.settings.learning_rate(self.settings.lr, self.step_number),
+                    lr=learning_rate(self.settings.lr, self.step_number, self.settings),
                     clip=self.settings.clip,
                     norm=norm,
                 )
             if critic is not None:
                 critic.optimizer_step(
-                    lr=self.settings.learning_rate(self.settings.critic_lr, self.step_number),
+                    lr=learning_rate(self.settings.critic_lr, self.step_number, self.settings),
                     clip=self.settings.clip,
                     norm=critic_norm,
                 )
@@ -546,7 +546,7 @@ class LocalTrainer:
 
         packs = micro_batches(
             batch,
-            self.settings.micro_budget(batch),
+            micro_budget(batch, self.settings),
             share=self.settings.share_prompts,
             device=device,
             rank=self.ranks.data_rank,

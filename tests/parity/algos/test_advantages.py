@@ -12,6 +12,7 @@ from kits.algos import F64, near, scored, slope, tensor
 from rondel.algos import advantage, gae
 from rondel.algos.reward_transforms import KimiLength, Overlong
 from rondel.algos.table import resolve_algorithm
+from rondel.train.advantages import advantages_of
 
 # groups 9: 1 0 0 1, 4: 7 2, -2: 5 5
 REWARDS, GROUPS = tensor(1, 7, 0, 0, 5, 1, 2, 5), torch.tensor([9, 4, 9, 9, -2, 9, 4, -2])
@@ -183,6 +184,6 @@ def test_a_preference_has_the_gradient_of_dpo():
         pairs
     )
     row = resolve_algorithm({"kind": "online_dpo", "advantage": {"beta": 0.3}})
-    advantages_T = row.advantages_T(replace(given, proximal_T=logp.detach(), ref_T=ref))
+    advantages_T = advantages_of(row, replace(given, proximal_T=logp.detach(), ref_T=ref))
     ours = (given.spread_to_tokens(row.aggregate(lengths)) * -advantages_T * logp).sum()
     assert near(slope(ours, logp), slope(loss, logp), 1e-12)

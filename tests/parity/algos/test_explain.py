@@ -11,7 +11,8 @@ import torch
 from kits.algos import lively, near, tensor, tokens
 from rondel.algos import correction, kl, table
 from rondel.algos.entropy import EntropyBonus
-from rondel.algos.objective import explain_objective, objective
+from rondel.algos.explanation import explain_objective
+from rondel.algos.objective import objective
 from rondel.algos.tokens import TokenBatch
 
 

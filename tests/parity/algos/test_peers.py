@@ -28,7 +28,6 @@ from rondel.algos import (
     discount,
     gae,
     kl,
-    ratio,
     surrogate,
     table,
     turn_advantages,
@@ -37,6 +36,7 @@ from rondel.algos.component import Component
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
 from rondel.algos.value import ClippedValue
+from rondel.train.advantages import advantages_of
 
 LENGTHS = [3, 7, 1, 10, 5, 2, 8, 4]
 BATCH = Ragged.make(LENGTHS, 11)
@@ -89,7 +89,7 @@ def verl_loss(
     loss, _ = verl.get_policy_loss_fn(name)(
         old_log_prob=padded(BATCH.others_3T[0]) if old is None else old,
         log_prob=logp,
-        advantages=padded(row.advantages_T(BATCH.scored())),
+        advantages=padded(advantages_of(row, BATCH.scored())),
         response_mask=MASK,
         loss_agg_mode=how,
         config=config,
@@ -100,8 +100,8 @@ def verl_loss(
 LOSSES = [  # verl's name, its aggregation, its knobs, our row, is the value the same too
     ("vanilla", "token-mean", {"clip_ratio_high": 0.28, "clip_ratio_c": 3.0}, row_of(surrogate.Clip(0.2, 0.28, 3.0)), True),
     ("vanilla", "seq-mean-token-mean", {"clip_ratio_c": 3.0}, row_of(surrogate.Clip(dual=3.0), SEQ_MEAN), True),
-    ("gspo", "seq-mean-token-mean", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}, row_of(surrogate.Clip(0.05, 0.1), SEQ_MEAN, ratio=ratio.SequenceTokenRatio()), True),
-    ("gspo", "seq-mean-token-mean", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}, row_of(surrogate.Clip(0.05, 0.1), SEQ_MEAN, ratio=ratio.SequenceRatio()), True),
+    ("gspo", "seq-mean-token-mean", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}, row_of(surrogate.Clip(0.05, 0.1), SEQ_MEAN, ratio=surrogate.SequenceTokenRatio()), True),
+    ("gspo", "seq-mean-token-mean", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}, row_of(surrogate.Clip(0.05, 0.1), SEQ_MEAN, ratio=surrogate.SequenceRatio()), True),
     ("sapo", "seq-mean-token-mean", {"tau_pos": 1.0, "tau_neg": 1.05}, row_of(SoftGate(), SEQ_MEAN), True),
     ("geo_mean", "token-mean", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}, row_of(GeometricMean(0.2, 0.3), SEQ_MEAN), True),
     ("cispo", "token-mean", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.1}, row_of(ClippedWeight(0.2, 0.1)), True),
@@ -130,7 +130,7 @@ def test_the_oracle_of_verl_is_verl(verl, name):
     corr = {key.removeprefix(f"{CORR}."): value for key, value in given.items() if key.startswith(CORR)}
     mode = own.pop("policy_loss.loss_mode", "vanilla")
     knobs = {key: value for key, value in own.items() if key.startswith("clip")}
-    advantages = table.GRPO.advantages_T(batch.scored())
+    advantages = advantages_of(table.GRPO, batch.scored())
     logits = batch.logits_TV.clone().requires_grad_()
     logps = logits.log_softmax(-1)
     logp, entropy = padded(logps[:, 0]), padded(-(logps.exp() * logps).sum(-1))
@@ -210,7 +210,7 @@ ADVANTAGES = [
 @pytest.mark.parametrize("name,rule,more", ADVANTAGES, ids=[f"{case[0]}-{i}" for i, case in enumerate(ADVANTAGES)])
 def test_advantages_are_those_of_verl(verl, name, rule, more):
     assert min(int((BATCH.group_N == g).sum()) for g in BATCH.group_N) > 1, "verl defines a group of 1 otherwise"
-    found = replace(table.GRPO, advantage=rule).advantages_T(BATCH.scored())
+    found = advantages_of(replace(table.GRPO, advantage=rule), BATCH.scored())
     assert near(found, verl_advantages(verl, name, **more), LOOSE)
 
 
@@ -312,7 +312,7 @@ def test_vespo_is_trls_where_it_cuts_nothing():
     batch = replace(BATCH, guided_N=BATCH.guided_N & False)
     logits, logp, _ = leaf()
     old, mu, _ = (padded(x) for x in batch.others_3T)
-    advantages = padded(table.VESPO.advantages_T(batch.scored()))
+    advantages = padded(advantages_of(table.VESPO, batch.scored()))
     weight = torch.where(MASK > 0, (old - mu).exp(), 1.0)
     phi = trainer.get_gamma_weights(advantages[:, :1], (logp - old).detach(), MASK, weight)
     wanted = (-phi * advantages * logp * MASK).sum() / MASK.sum()
@@ -347,7 +347,7 @@ def trl_loss(row: table.Algorithm, loss_type: str, *, masked: Tensor | None = No
     self._get_per_token_logps_and_entropies = lambda *a, **k: (logp, entropy, None)
     inputs = {
         "prompt_ids": torch.zeros(len(LENGTHS), 1).long(), "prompt_mask": torch.ones(len(LENGTHS), 1).long(),
-        "completion_ids": MASK.long(), "completion_mask": MASK.long(), "advantages": padded(row.advantages_T(BATCH.scored())),
+        "completion_ids": MASK.long(), "completion_mask": MASK.long(), "advantages": padded(advantages_of(row, BATCH.scored())),
         "old_per_token_logps": padded(BATCH.others_3T[0]), "sampling_per_token_logps": padded(BATCH.others_3T[1]),
         "ref_per_token_logps": padded(BATCH.others_3T[2]), "num_items_in_batch": MASK.sum(),
     }  # fmt: skip
@@ -368,7 +368,7 @@ TRL = [  # loss_type, knobs, our row, batch
     (
         "grpo",
         {"importance_sampling_level": "sequence"},
-        row_of(surrogate.Clip(), SEQ_MEAN, ratio=ratio.SequenceRatio()),
+        row_of(surrogate.Clip(), SEQ_MEAN, ratio=surrogate.SequenceRatio()),
         BATCH,
     ),
     ("cispo", {"epsilon_high": 1.1}, row_of(ClippedWeight(1.0, 0.1)), BATCH),
@@ -402,7 +402,7 @@ def test_masked_answers_leave_the_loss_as_in_trl(loss_type, how):
     wanted, wanted_gradient = trl_loss(row, loss_type, beta=0.1, masked=cut)
     order = (~cut).nonzero()[:, 0].tolist()
     known = torch.cat(
-        [piece for piece, gone in zip(row.advantages_T(BATCH.scored()).split(LENGTHS), cut, strict=True) if not gone]
+        [piece for piece, gone in zip(advantages_of(row, BATCH.scored()).split(LENGTHS), cut, strict=True) if not gone]
     )
     scale = aggregate.masked_scale(how, BATCH.lengths_N[~cut], BATCH.lengths_N)
     loss, gradient, _ = BATCH.loss(replace(row, advantage=Given(known)), order=order)

@@ -10,13 +10,15 @@ import torch
 
 from kits.algos import F64, near, slope, tensor
 from rondel.algos import kl, table
+from rondel.algos.explanation import explain_objective
 from rondel.algos.gae import Gae, Returns
-from rondel.algos.objective import explain_objective, objective
+from rondel.algos.objective import objective
 from rondel.algos.reward_transforms import ClipReward
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.tokens import TokenBatch
 from rondel.algos.value import ClippedValue, explained_variance
 from rondel.core.errors import ConfigError
+from rondel.train.advantages import advantages_of, returns_of, with_shaped_rewards
 
 LENGTHS = [3, 0, 7, 1, 10, 5, 2, 300]
 REWARDS = [1.0, 0.5, -8.0, 1.0, 6.0, 2.0, 0.7, 0.0]
@@ -82,9 +84,9 @@ def test_advantages_and_returns_one_token_at_a_time(row):
     exact = torch.tensor(advantages, dtype=F64)
     if row.advantage.whiten:
         exact = (exact - exact.mean()) / (exact.var() + 1e-8).sqrt()
-    assert near(row.advantages_T(scored), exact)
+    assert near(advantages_of(row, scored), exact)
     if "values" in row.needs:
-        assert near(row.returns_T(scored), returns)
+        assert near(returns_of(row, scored), returns)
 
 
 @pytest.mark.parametrize("row", [table.PPO, table.REINFORCE_PP], ids=lambda row: row.name)
@@ -94,7 +96,7 @@ def test_the_loss_of_the_row(row):
     draw = torch.Generator().manual_seed(1)
     logp = torch.randn(sum(LENGTHS), generator=draw, dtype=F64).requires_grad_()
     old = logp.detach() + 0.3 * torch.randn(len(logp), generator=draw, dtype=F64)
-    advantages = row.advantages_T(scored)
+    advantages = advantages_of(row, scored)
     loss, _ = objective(
         row,
         TokenBatch(
@@ -165,22 +167,22 @@ def test_the_steered_coefficient():
 
 def test_whitening_is_that_of_the_step_and_total():
     scored = a_step()
-    found = table.PPO.advantages_T(scored)
+    found = advantages_of(table.PPO, scored)
     assert abs(float(found.mean())) < 1e-12 and float(found.var()) == pytest.approx(1.0)
     one = ScoredSamples(tensor(2.0), torch.tensor([0]), torch.tensor([1]), values_T=tensor(0.5))
-    assert table.PPO.advantages_T(one).tolist() == [0.0] and table.PPO.returns_T(one).tolist() == [2.0]
+    assert advantages_of(table.PPO, one).tolist() == [0.0] and returns_of(table.PPO, one).tolist() == [2.0]
     plain = replace(table.REINFORCE_PP, kl=kl.Kl())
     none = ScoredSamples(tensor(), torch.zeros(0).long(), torch.zeros(0).long(), values_T=tensor())
-    assert table.PPO.advantages_T(none).shape == plain.advantages_T(none).shape == (0,)
+    assert advantages_of(table.PPO, none).shape == advantages_of(plain, none).shape == (0,)
     same = ScoredSamples(tensor(1, 1), torch.tensor([0, 1]), torch.tensor([2, 2]))
-    assert plain.advantages_T(same).tolist() == [0.0] * 4
+    assert advantages_of(plain, same).tolist() == [0.0] * 4
 
 
 def test_what_is_not_written_earns_nothing_and_loses_nothing():
     """A sample without trainable tokens has a reward and no token to credit; shaping and KL leave the sums right."""
     scored = a_step()
     row = replace(table.PPO, kl=kl.Kl("k3", 0.2, "reward"))
-    paid = row.with_shaped_rewards(scored)
+    paid = with_shaped_rewards(row, scored)
     written = torch.tensor(LENGTHS) > 0
     assert near(paid.sum_by_sample(paid.earned_T)[written], paid.rewards_N[written])
 

@@ -15,15 +15,16 @@ from kits.train import model, step, trainer, trajectory
 from kits.train import row as row_of
 from rondel.algos import advantage, aggregate, gae, group_advantages, kl, table, turn_advantages
 from rondel.algos.divergence import binary_kl
+from rondel.algos.explanation import explain_objective
 from rondel.algos.mask_corrections import BinaryKlMask, Freshness, VariationMask
-from rondel.algos.objective import explain_objective, objective
+from rondel.algos.objective import objective
 from rondel.algos.soft_surrogates import DivergencePenalty, FutureKl, GammaWeight, SquaredGap, UnboundedPositive
 from rondel.algos.surrogate import Clip
 from rondel.algos.tokens import TokenBatch
 from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Score, Task
 from rondel.models.packed_layout import PackedLayout, PackedSegment
-from rondel.train.advantages import compute_advantages
+from rondel.train.advantages import advantages_of, compute_advantages
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.pack import batch_of
 
@@ -230,7 +231,7 @@ def test_early_tokens_are_taught_more():
     told = replace(scored(tensor(0, 0), lengths=torch.tensor([3, 1])), behavior_T=behavior, teacher_T=teacher)
     gaps = [1.0, -0.5, 0.0, 2.5]
     weights = [1.5, 1 + 0.5 * (1 - 1 / 1.5), 1.0, 1.5]
-    assert near(table.IW_OPD.advantages_T(told), [-w * gap for w, gap in zip(weights, gaps, strict=True)])
+    assert near(advantages_of(table.IW_OPD, told), [-w * gap for w, gap in zip(weights, gaps, strict=True)])
 
 
 def test_sdar_learns_what_the_teacher_finds_likelier():

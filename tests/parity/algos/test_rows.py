@@ -19,11 +19,11 @@ from rondel.algos.least_likely import LeastLikely
 from rondel.algos.objective import objective, tokens_of
 from rondel.algos.off_policy_surrogates import Tapered
 from rondel.algos.question_value import QuestionValue
-from rondel.algos.ratio import SequenceRatio, TokenRatio
 from rondel.algos.reward_transforms import Overlong
-from rondel.algos.surrogate import Clip
+from rondel.algos.surrogate import Clip, SequenceRatio, TokenRatio
 from rondel.algos.tokens import TokenBatch
 from rondel.algos.trust_region_surrogates import DivergenceMask, MirrorDescent
+from rondel.train.advantages import charge_advantages, with_shaped_rewards
 
 LENGTHS = [3, 0, 7, 1, 10, 5, 2, 8, 4]
 KLS = [kl.Kl(kind, 0.05) for kind in kl.ESTIMATORS] + [
@@ -136,11 +136,11 @@ def test_what_a_row_leaves_out_would_have_changed_nothing(row):
     """A row without shaping, without a charge or without a correction does not enter them."""
     scored = Ragged.make(LENGTHS, 3).scored()
     row = row.bounded(12)
-    shaped = row.with_shaped_rewards(scored)
+    shaped = with_shaped_rewards(row, scored)
     assert not row.takes_rewards or torch.equal(shaped.rewards_N, scored.rewards_N)
     assert not row.takes_rewards or torch.equal(shaped.token_rewards, scored.token_rewards)
     found_T = scored.spread_to_tokens(scored.rewards_N)
-    assert row.charges_advantages or torch.equal(row._charge_advantages(found_T, scored), found_T)
+    assert row.charges_advantages or torch.equal(charge_advantages(row, found_T, scored), found_T)
     weight_T = None if row.corrects else row.correction(found_T, scored.sample_T, found_T)
     assert weight_T is None or torch.equal(weight_T, torch.ones_like(found_T))
     assert row.is_adaptive == (row.kl.is_adaptive or row.entropy.is_adaptive or row.advantage.remembers)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kits.algos import F64, near, tensor, tokens
-from rondel.algos import ratio, surrogate
+from rondel.algos import surrogate
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.off_policy_surrogates import CappedWeight, Guided, SecondMoment, Tapered
 from rondel.algos.trust_region_surrogates import (
@@ -72,7 +72,7 @@ def test_on_the_first_update_clip_is_the_policy_gradient():
         torch.randn(50, dtype=F64),
         torch.zeros(50, dtype=torch.int64),
     )
-    found = surrogate.Clip(0.0, 0.0)(tokens(logp, ratio.TokenRatio()(logp - logp.detach(), sample), a))
+    found = surrogate.Clip(0.0, 0.0)(tokens(logp, surrogate.TokenRatio()(logp - logp.detach(), sample), a))
     (slope,) = torch.autograd.grad(found.loss_T.sum(), logp)
     (wanted,) = torch.autograd.grad(surrogate.PolicyGradient()(tokens(logp, logp, a)).loss_T.sum(), logp)
     assert near(slope, wanted) and not found.clipped_T.any()
@@ -87,13 +87,15 @@ SAMPLE = torch.tensor([0, 0, 1, 1])
 
 def gradient(part, logp=LOGP, a=A, rule=None, **more):
     logp = logp.clone().requires_grad_()
-    log_ratio = (rule or ratio.TokenRatio())(logp - OLD[: len(logp)], SAMPLE[: len(logp)])
+    log_ratio = (rule or surrogate.TokenRatio())(logp - OLD[: len(logp)], SAMPLE[: len(logp)])
     found = part(tokens(logp, log_ratio, a, sample=SAMPLE[: len(logp)], **more))
     found.loss_T.sum().backward()
     return logp.grad, found
 
 
-@pytest.mark.parametrize("rule", [ratio.SequenceRatio(), ratio.SequenceTokenRatio()], ids=["gspo", "gspo_token"])
+@pytest.mark.parametrize(
+    "rule", [surrogate.SequenceRatio(), surrogate.SequenceTokenRatio()], ids=["gspo", "gspo_token"]
+)
 def test_gspo_pushes_every_token_by_the_ratio_of_its_sample(rule):
     """GSPO: d/dlogp_t of -sum_t s·A, s = exp(mean x), is -s·A for each of the sample's
     tokens; and 0 for all of a clipped sample.
@@ -107,9 +109,9 @@ def test_gspo_pushes_every_token_by_the_ratio_of_its_sample(rule):
 def test_gspo_token_keeps_advantages_of_tokens_apart():
     a = tensor(0.8, -0.3, 0.5, 0.1)
     s = torch.cat([(LOGP - OLD)[:2].mean().exp().expand(2), (LOGP - OLD)[2:].mean().exp().expand(2)])
-    assert near(gradient(surrogate.Clip(1.0, 9.0), a=a, rule=ratio.SequenceTokenRatio())[0], -s * a)
+    assert near(gradient(surrogate.Clip(1.0, 9.0), a=a, rule=surrogate.SequenceTokenRatio())[0], -s * a)
     mixed = torch.cat([a[:2].mean().expand(2), a[2:].mean().expand(2)])
-    assert near(gradient(surrogate.Clip(1.0, 9.0), a=a, rule=ratio.SequenceRatio())[0], -s * mixed)
+    assert near(gradient(surrogate.Clip(1.0, 9.0), a=a, rule=surrogate.SequenceRatio())[0], -s * mixed)
 
 
 def test_cispo_keeps_the_gradient_of_a_clipped_token():

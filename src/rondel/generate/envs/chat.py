@@ -27,7 +27,7 @@ from rondel.generate.pictures import place_images
 from rondel.generate.template import Messages, Schemas, Template
 from rondel.generate.video import process_media, split_media
 from rondel.system.loop_turns import TURN_TOKENS, take_loop_turn
-from rondel.text.decode import LONG, beside_loop, decode_answer
+from rondel.text.answer import LONG, beside_loop, decode_answer
 from rondel.text.unicode import valid_unicode
 
 

@@ -22,7 +22,7 @@ from rondel.models.packed_layout import PackedLayout, PackedSegment
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
-    from rondel.models.score_rule import ScoreRule
+    from rondel.models.dense_attention import ScoreRule
 
 Prefix = tuple[bytes, bytes]  # a prompt, and the tokens of the whole blocks behind it
 

@@ -406,10 +406,13 @@ class StepMetrics:
     """The reader that gathers events between two StepDones: `subscribe(StepMetrics(sink.write, progress.row).read)`.
 
     Each writer is called `writer(step, row)`, once for each step, and once for each evaluation with its eval/ numbers.
+
+    held    bytes of tenants by worker, as it last told
     """
 
     def __init__(self, *writers: Callable[[int, dict[str, float]], None]) -> None:
         self.writers = writers
+        self.held: dict[str, dict[str, int]] = {}
         self._finished: list[GroupFinished] = []
         self._guesses: list[Speculated] = []
         self._row: dict[str, float] = {}
@@ -444,6 +447,7 @@ class StepMetrics:
                     name = f"time/{event.worker}/{kind}"
                     self._row[name] = self._row.get(name, 0.0) + seconds
                 self._row |= {f"mem/{event.worker}/{what}": n for what, n in event.memory.items()}
+                self.held[event.worker] = event.memory
             case Evaluated():
                 self._main_set = self._main_set or event.profile  # of several sets the main one is told first
                 self._write_row(event.step, from_evaluation(event, main=event.profile == self._main_set))

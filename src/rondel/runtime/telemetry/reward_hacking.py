@@ -14,7 +14,7 @@ from typing import Any
 
 from rondel.core.events import Warned, emit
 from rondel.core.types import ATTEMPTS, SOLVED, Group, Score, Trajectory
-from rondel.text.repetition import repeated_fraction
+from rondel.text.answer import repeated_fraction
 
 SPAN = 8  # steps on each side of a comparison
 SIGMAS = 3.0  # standard errors by which the reward must have risen

@@ -16,25 +16,23 @@ from rondel.core.errors import EngineError
 from rondel.core.events import stalled_error
 from rondel.core.protocols import Interrupt, MemoryClaim, Progress, Tags, Transport
 from rondel.core.types import Completion, EngineStatus, Message, Request, TokenScores
+from rondel.generate.engine.builtin.answers import AnswerDelivery, RequestValidator, SequenceLog, written_so_far
 from rondel.generate.engine.builtin.channels import open_channels
-from rondel.generate.engine.builtin.engine_update import EngineUpdate
 from rondel.generate.engine.builtin.grammar import GrammarCache
-from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, check_interrupt
+from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, EngineUpdate, check_interrupt
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
 from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.request import Heard, SequenceState
-from rondel.generate.engine.builtin.request_validator import RequestValidator
 from rondel.generate.engine.builtin.runner import ModelRunner
 from rondel.generate.engine.builtin.scheduler import Scheduler
-from rondel.generate.engine.builtin.sequence_log import SequenceLog
-from rondel.generate.engine.builtin.serving_loop import AnswerDelivery, ServingLoop, written_so_far
+from rondel.generate.engine.builtin.serving_loop import ServingLoop
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.generate.engine.builtin.states import SequenceStates
 from rondel.generate.engine.builtin.text import open_reader, split_stops
 from rondel.generate.engine.builtin.vision_encoder import RequestImages
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.generate.engine.concurrency import ConcurrencyController
-from rondel.text.decode import decode_answer
+from rondel.text.answer import decode_answer
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.adapter_receiver import AdapterReceiver
@@ -108,9 +106,10 @@ class BuiltinEngine:
             self._sequence_log,
             speculation=speculation,
             concurrency=concurrency,
+            weights=self._own_weight_bytes,
         )
         self.account = self.serving.account
-        self.update = EngineUpdate(self.arrivals, self.lifecycle, self.serving, self._own_weight_bytes)
+        self.update = EngineUpdate(self.arrivals, self.lifecycle, self.serving)
 
     @property
     def version(self) -> int:

@@ -12,10 +12,10 @@ from torch import Tensor
 from rondel.core.errors import SyncError
 from rondel.core.types import Begin, Commit, Message, Route
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
-from rondel.generate.engine.builtin.pages import LayerPools
 from rondel.generate.engine.builtin.part_receiver import PartReceiver
 from rondel.generate.engine.builtin.shared_pools import SharedPools
 from rondel.generate.engine.builtin.states import StateMemory
+from rondel.models.cache_pools import LayerPools
 from rondel.models.layout_message import rebuild_layout
 from rondel.models.main_grad import weights_changed
 from rondel.models.recurrent.layout import SlotStates

@@ -17,8 +17,9 @@ from rondel.models.layout_message import describe_layout
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
-    from rondel.generate.engine.builtin.pages import LayerPools, PageAllocator
+    from rondel.generate.engine.builtin.pages import PageAllocator
     from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
+    from rondel.models.cache_pools import LayerPools
     from rondel.models.loaded_model import LoadedModel
 
 

@@ -1,6 +1,10 @@
-"""State of an engine: what it may do now, for how long it may stand still, and the task in which it moves.
+"""State of an engine: what it may do now, for how long it may stand still, the task in which it moves, and the update that
+changes the weights that it serves: begin -> route -> commit, or abort.
 
 serving ──pause──> held ──sleep──> asleep        a failed update or step: refusing, until a good update
+
+Data beside the weights that serve: whatever fails before the commit leaves the old version serving, and requests run
+until then. Data over them: requests are parked first, and if anything fails, the engine refuses until a good update.
 """
 
 from __future__ import annotations
@@ -8,11 +12,17 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from rondel.core.errors import EngineError, UserError
+from rondel.core.errors import EngineError, SyncError, UserError
 from rondel.core.events import Warned, emit
 from rondel.core.protocols import Interrupt
+from rondel.core.types import Abort, Begin, Commit, Message, Route
+from rondel.models.main_grad import weights_changed
+
+if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.adapter_receiver import AdapterReceiver
+    from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 
 
 class EngineLifecycle:
@@ -84,7 +94,10 @@ class StepTask(ABC):
     """The steps of an engine, in a task that lives while there is one to take.
 
     spends  is told what its time goes into from now on: `TimeAccount.switch_to`
+    run     executes a function on the device's own thread
     """
+
+    run: Callable[..., Awaitable[Any]]
 
     def __init__(self, lifecycle: EngineLifecycle, spends: Callable[[str], None]) -> None:
         self.lifecycle, self._spends = lifecycle, spends
@@ -97,6 +110,21 @@ class StepTask(ABC):
     @abstractmethod
     async def _step_until_done(self) -> None:
         """Step until nothing is left or a pause arrives."""
+
+    @property
+    @abstractmethod
+    def is_busy(self) -> bool:
+        """Whether a step runs or will: parked requests do not count (law 8)."""
+
+    @abstractmethod
+    def follow_weights(self, before: int, commit: Commit) -> None:
+        """Other weights serve since this commit, and before it another version did: nothing computed so far is used again
+        as if it were theirs.
+        """
+
+    @abstractmethod
+    def report_version(self) -> None:
+        """What it did until this version; `requests` of `room` were computed together."""
 
     @property
     def has_stopped(self) -> bool:
@@ -122,6 +150,51 @@ class StepTask(ABC):
         """Until nothing moves: what a hold waits for."""
         while not self.has_stopped:
             await self.wait_for_task()
+
+
+class EngineUpdate:
+    """The engine's part of an update: everything but the weights themselves, which are the receiver's."""
+
+    def __init__(
+        self, arrivals: WeightReceiver | AdapterReceiver, lifecycle: EngineLifecycle, serving: StepTask
+    ) -> None:
+        self.arrivals, self.lifecycle, self.serving = arrivals, lifecycle, serving
+
+    async def receive(self, message: Message) -> None:
+        beside = (
+            message.beside
+            if isinstance(message, Begin)
+            else isinstance(message, Route) and not self.arrivals.is_overwriting
+        )
+        if self.serving.is_busy and not beside and not isinstance(message, Abort):
+            raise SyncError("weights arrived while requests run: pause the engine first")
+        try:
+            match message:
+                case Begin():
+                    self.arrivals.begin_update(message, self.lifecycle.version)
+                    self.serving.update_account()
+                case Route():
+                    await self.arrivals.receive_data(message, self.serving.run)
+                case Commit():
+                    await self._commit(message)
+                    self.serving.report_version()
+                case Abort(reason=reason) if not self.arrivals.drop_update():
+                    self.lifecycle.broken = f"the update was aborted ({reason})"
+        except BaseException as error:
+            why = str(error) or type(error).__name__
+            if not (whole := self.arrivals.drop_update()):
+                self.lifecycle.broken = why
+            if not isinstance(error, Exception):
+                raise
+            raise SyncError(why if whole else f"{why}; the engine refuses to generate until a good update") from error
+
+    async def _commit(self, commit: Commit) -> None:
+        await self.serving.run(self.arrivals.commit_update, commit)
+        weights_changed()
+        before, self.lifecycle.version = self.lifecycle.version, commit.version
+        self.serving.follow_weights(before, commit)
+        self.lifecycle.broken = ""
+        self.serving.wake_up()
 
 
 def check_interrupt(how: str) -> None:

@@ -1,79 +1,31 @@
-"""Where keys and values live: one pool of pages a layer, a page holds one token.
+"""Pages of the cache of keys and values, one token each: which are free, and those of running requests: reserved for what
+a step computes, shared through the prefix tree, given back.
 
 page 0      scratch: tables are padded with it, nobody reads it
 free        a stack of page numbers
 cached      owned by the radix tree      private      owned by one request
 law 7       free + cached + private = all pages
+
+free ──reserve──> private ──store_prefix──> cached in the tree, locked while somebody runs on it
+ ^                   │                         │
+ └─────── drop ──────┘ <──────── evict ────────┘
 """
 
 from __future__ import annotations
 
-import math
-import mmap
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from rondel.core.errors import LawError
+from rondel.models.cache_pools import LayerPools
 
-class LayerPools:
-    """A list of per-layer pools whose tensors are made when the layer first writes: only then its head sizes are known.
-
-    On Linux a pool on the CPU is a mapping of its own: pages that nobody wrote cost
-    nothing, and `clear` gives the memory back while every tensor stays where it is, so that nothing which
-    holds its address notices. Elsewhere it is made anew.
-    """
-
-    def __init__(self, pages: int) -> None:
-        self.pages = pages
-        self._pools: dict[int, Tensor] = {}
-        self._mapped: dict[int, mmap.mmap] = {}
-        self._empty: set[int] = set()  # layers whose memory was given back and that have not written since
-
-    def layer_pool(self, layer: int, like: Tensor) -> Tensor:
-        """The pool [K, pages, D] of `layer`, all pages of a head together, for tokens like [T, K, D]."""
-        if layer not in self._pools:
-            shape = (like.shape[1], self.pages, like.shape[2])
-            if like.device.type == "cpu" and sys.platform == "linux":
-                self._mapped[layer] = map_zeros(math.prod(shape) * like.element_size())
-                self._pools[layer] = torch.frombuffer(self._mapped[layer], dtype=like.dtype).view(shape)
-            else:
-                self._pools[layer] = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        self._empty.discard(layer)
-        return self._pools[layer]
-
-    def clear(self) -> None:
-        """Forget what is written and give the memory back."""
-        for layer in list(self._pools):
-            if layer in self._mapped:
-                self._mapped[layer].madvise(mmap.MADV_DONTNEED)
-                self._empty.add(layer)
-            else:
-                del self._pools[layer]
-
-    @property
-    def data_pointers(self) -> list[int]:
-        return [t.data_ptr() for t in self._pools.values()]
-
-    @property
-    def written(self) -> list[Tensor]:
-        """By layer, those that a layer has written."""
-        return [self._pools[layer] for layer in sorted(self._pools)]
-
-    @property
-    def pool_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for layer, t in self._pools.items() if layer not in self._empty)
-
-
-def map_zeros(size: int) -> mmap.mmap:
-    """Zeros that take memory only where they are written, in large pages where the kernel has them."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.radix import RadixTree
+    from rondel.generate.engine.builtin.request import SequenceState
+    from rondel.generate.engine.builtin.states import SequenceStates
 
 
 class PageAllocator:
@@ -110,3 +62,74 @@ class PageAllocator:
         """Forget every key and value; the pools are empty at the next write."""
         self.keys.clear()
         self.values.clear()
+
+
+class SequencePages:
+    """The pages of running requests."""
+
+    def __init__(self, pages: PageAllocator, tree: RadixTree, states: SequenceStates | None) -> None:
+        """`states`: of a model with recurrent layers."""
+        self.pages, self.tree, self.states = pages, tree, states
+
+    def make_room(self, n: int) -> bool:
+        """Whether n pages are free now: what nobody runs on is evicted for them, and nothing in vain."""
+        if self.pages.free_count + self.tree.cached - self.tree.held < n:
+            return False
+        if self.pages.free_count < n:
+            self.pages.free_pages(self.tree.evict(n - self.pages.free_count))
+        return True
+
+    def reserve(self, live: SequenceState, n: int) -> bool:
+        if not self.make_room(n):
+            return False
+        live.pages += self.pages.allocate_pages(n)
+        return True
+
+    def reserve_ahead(self, live: SequenceState, n: int) -> int:
+        """Pages for guesses: only free ones, nobody is evicted or retracted for a guess. -> how many there are."""
+        live.ahead = self.pages.allocate_pages(min(n, self.pages.free_count))
+        return len(live.ahead)
+
+    def give_back_ahead(self, live: SequenceState) -> None:
+        """The pages of guesses are free again."""
+        self.pages.free_pages(live.ahead)
+        live.guess, live.ahead = [], []
+        live.noted = min(live.noted, live.computed_tokens)  # its line in the page table ends where its tokens do
+
+    def store_prefix(self, live: SequenceState, upto: int) -> None:
+        """Give the pages of the first `upto` tokens to the tree, unless they mix versions. With recurrent layers that
+        is all it has computed, and its state is kept there.
+        """
+        if live.root is None or upto <= live.shared:
+            return
+        node, pages, duplicates = self.tree.insert(live.root, live.cache_keys[:upto], live.pages[:upto])
+        self.tree.lock(node)
+        self.tree.unlock(live.node)
+        live.node, live.pages, live.shared = node, pages + live.pages[upto:], upto
+        self.pages.free_pages(duplicates)
+        if self.states is not None:
+            assert upto == live.computed_tokens, f"a state after {live.computed_tokens} tokens is not one after {upto}"
+            self.states.save(live.row, node, is_prompt=upto < live.prompt)
+        if duplicates:
+            live.noted = 0  # its line in the page table names pages that it gave back
+
+    def drop(self, live: SequenceState) -> None:
+        """Its private pages are free; what it shares stays in the tree, for one user less."""
+        live.keep_routes(self.pages.routes)
+        self.give_back_ahead(live)
+        self.pages.free_pages(live.pages[live.shared :])
+        self.tree.unlock(live.node)
+        live.pages, live.shared, live.node, live.root, live.noted = [], 0, None, None, 0
+
+    def check_sum(self, running: list[SequenceState]) -> None:
+        """Law 7: free + cached + private = all pages; a path is locked only for a running request."""
+        private = sum(live.computed_tokens - live.shared + len(live.ahead) for live in running)
+        if self.pages.free_count + self.tree.cached + private != self.pages.count:
+            raise LawError(
+                f"pages do not add up: {self.pages.free_count} free + {self.tree.cached} cached + {private} private != "
+                f"{self.pages.count}"
+            )
+        if self.tree.held > sum(live.shared for live in running):
+            raise LawError(
+                f"{self.tree.held} cached pages are locked for {len(running)} running requests that share fewer"
+            )

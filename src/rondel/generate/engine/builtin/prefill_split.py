@@ -17,9 +17,10 @@ from torch import Tensor
 
 from rondel.core.errors import ConfigError, EngineError
 from rondel.generate.engine.builtin.lead_rank import LeadRank
-from rondel.generate.engine.builtin.pages import LayerPools, PageAllocator
+from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.shared_pools import PoolShapes, SharedPools
 from rondel.generate.engine.builtin.states import SequenceStates
+from rondel.models.cache_pools import LayerPools
 from rondel.models.image_features import VisionFeatures
 from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel

@@ -14,16 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondel.algos.exponent import select_logprobs
+from rondel.algos.tokens import select_logprobs
 from rondel.generate.engine.builtin.channels import TokenChannels, note_behavior, note_raw
 from rondel.generate.engine.builtin.logits_processors import process_logits
-from rondel.generate.engine.builtin.pages import LayerPools, PageAllocator
+from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.pass_inputs import TokenFeed
 from rondel.generate.engine.builtin.rejection import matching_prefix_length
 from rondel.generate.engine.builtin.request import SequenceState, StepPlan
 from rondel.generate.engine.builtin.sampler import draw_uniforms, sample_tokens, sampling_weights
 from rondel.generate.engine.builtin.states import SequenceStates, StateMemory
 from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionEncoderCache
+from rondel.models.cache_pools import LayerPools
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.recurrent.layout import SlotStates
 from rondel.models.routing_tape import RoutingTape

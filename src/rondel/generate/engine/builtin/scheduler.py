@@ -13,11 +13,10 @@ from itertools import islice, takewhile
 from math import inf
 
 from rondel.core.errors import LawError
-from rondel.generate.engine.builtin.pages import PageAllocator
+from rondel.generate.engine.builtin.pages import PageAllocator, SequencePages
 from rondel.generate.engine.builtin.radix import RadixTree, Root
 from rondel.generate.engine.builtin.replay_gate import ReplayGate
 from rondel.generate.engine.builtin.request import SequenceState, StepPlan
-from rondel.generate.engine.builtin.sequence_pages import SequencePages
 from rondel.generate.engine.builtin.states import SequenceStates
 
 # waiting requests among which the one with the longest cached prefix goes first; how many may be admitted before one

@@ -10,87 +10,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import EngineError, LawError, UserError
-from rondel.core.events import Generating, Speculated, emit
-from rondel.core.protocols import Progress
+from rondel.core.events import Advised, Generating, Speculated, emit
 from rondel.core.time_account import TimeAccount
-from rondel.core.types import Completion, FinishReason, Request
+from rondel.core.types import Commit, Request
 from rondel.generate.engine.builtin.lifecycle import StepTask
 
 if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.answers import AnswerDelivery, SequenceLog
     from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
     from rondel.generate.engine.builtin.request import SequenceState
     from rondel.generate.engine.builtin.runner import ModelRunner
     from rondel.generate.engine.builtin.scheduler import Scheduler
-    from rondel.generate.engine.builtin.sequence_log import SequenceLog
     from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
     from rondel.generate.engine.concurrency import ConcurrencyController
-    from rondel.models.loaded_model import LoadedModel
 
 HEARTBEAT = 0.5
-
-
-def written_so_far(sequences: Iterable[SequenceState], known: Mapping[int, int]) -> Progress:
-    """Of those whose keys are asked for: what each has written behind the tokens that are known, and where it begins.
-    One that has fewer than are known, because it was begun again, is told whole.
-    """
-    found: Progress = {}
-    for live in sequences:
-        if (key := live.request.key) in known:
-            first = live.prompt - live.request.continuation
-            n = min(known[key], len(live.tokens) - first)
-            n = n if n == known[key] else 0
-            found[key] = (n, live.tokens[first + n :])
-    return found
-
-
-class AnswerDelivery:
-    """Delivery between two steps; a sequence that ends leaves the scheduler here."""
-
-    def __init__(self, loaded: LoadedModel, scheduler: Scheduler) -> None:
-        self.loaded, self.scheduler = loaded, scheduler
-
-    def deliver_token(self, live: SequenceState, token: int, logprob: float, version: int) -> None:
-        if live.fault is not None:
-            self.scheduler.release_sequence(live, version)
-            return live.finish(live.fault)
-        live.first = live.first or time.perf_counter()
-        live.append_token(token, logprob, version)
-        reason = live.check_finish()
-        if live.heard is not None:
-            top = live.channels.top_logprobs if live.channels is not None else None
-            try:
-                live.heard(token, logprob, version, top[-1] if top else None)
-            except Exception as error:  # a listener that raises ends its own request, not the step of everyone
-                live.finish(EngineError(f"what listens to the tokens broke: {type(error).__name__}: {error}"))
-                reason = "abort"
-        if reason:
-            self.finish_sequence(live, reason, version)
-
-    def finish_sequence(self, live: SequenceState, reason: FinishReason, version: int) -> None:
-        live.keep_routes(self.scheduler.pages.routes)
-        live.append_version_span(version)
-        completion = self.build_completion(live, reason)
-        self.scheduler.release_sequence(live, version)
-        live.finish(completion)
-
-    def build_completion(self, live: SequenceState, reason: FinishReason) -> Completion:
-        """Its text is decoded by whoever waits for it, unless a stop string has cut it."""
-        completion = live.to_completion(reason)
-        if "experts" in live.request.wants:
-            completion.experts = live.routes
-        completion.text = live.said
-        return completion
 
 
 class ServingLoop(StepTask):
     """Steps of the token engine.
 
-    run      executes a function on the device's own thread
     seconds  spent in steps
     account  of the engine's time
     gone     running requests whose callers left: a step may still be computing them
@@ -107,18 +51,20 @@ class ServingLoop(StepTask):
         *,
         speculation: SpeculativeDecoder | None,
         concurrency: ConcurrencyController | None,
+        weights: Callable[[], Mapping[str, int]],
     ) -> None:
+        """`weights`: bytes of those that are the engine's own, by name."""
         self.account = TimeAccount("engine")
         super().__init__(lifecycle, self.account.switch_to)
         self.run, self.scheduler, self.runner = run, scheduler, runner
         self.answers, self.log, self.speculation, self.concurrency = answers, log, speculation, concurrency
-        self.seconds = 0.0
+        self.seconds, self._weights = 0.0, weights
+        self._retracted = 0  # of the scheduler, when the account was told last
         self.gone: list[SequenceState] = []
         self._aborted: list[SequenceState] = []  # and those that shall return what they have
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step runs or will: parked requests do not count (law 8)."""
         return self._task is not None and self.scheduler.has_work
 
     @property
@@ -198,6 +144,28 @@ class ServingLoop(StepTask):
             seen = len(self.scheduler.waiting)
             for _ in range(4):
                 await asyncio.sleep(0)
+
+    # -- an update of the weights ------------------------------------------------------------------
+
+    def follow_weights(self, before: int, commit: Commit) -> None:
+        if commit.version <= before:  # other weights under a name that was used: nothing computed so far may be matched
+            self.scheduler.drop_cache(before)
+        if self.runner.loaded.sight is not None:
+            self.runner.eyes.forget_features()
+        self.scheduler.new_version(commit.version, before)
+        self.log.record_version(commit.version, commit.root)
+        if self.runner.draft is not None:
+            self.runner.draft.forget_cache()  # it learns with the policy
+
+    def report_version(self) -> None:
+        if steps := self.account.counts["steps"]:
+            self.account.counts["room"] = steps * self.scheduler.max_running
+            self.account.counts["retracted"] = self.scheduler.retracted - self._retracted
+            self._retracted = self.scheduler.retracted
+        own = {f"engine {name}": n for name, n in self._weights().items()}
+        self.account.report_time({"kv_cache": self.runner.cache_bytes, **own})
+        if self.concurrency is not None and (found := self.concurrency.settled_limit()):
+            emit(Advised(self.lifecycle.version, *found))
 
     # -- requests that end otherwise than by their last token --------------------------------------
 

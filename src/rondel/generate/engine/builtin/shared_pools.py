@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from rondel.generate.engine.builtin.pages import LayerPools
+from rondel.models.cache_pools import LayerPools
 
 PoolShapes = dict[int, tuple[int, int]]  # of each layer: heads, size of a head
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rondel.core.errors import LawError
-from rondel.generate.engine.builtin.pages import map_zeros
+from rondel.models.cache_pools import map_zeros
 from rondel.planner.resolve import state_slots
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ class StepwiseControl(StepTask, Generic[A]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step runs or will: parked requests do not count (law 8)."""
         return self._task is not None and bool(self.answers)
 
     async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:

@@ -4,7 +4,7 @@ Noise is counter-based, so when a step is taken does not change what it draws. A
 an engine may cache what its answers read, and forgets it with the weights.
 
 generate ──> answers ──_step──> the device's thread ──> log ──> completions
-receive  ──> StepwiseUpdate ──> weight receiver
+receive  ──> EngineUpdate ──> weight receiver
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from rondel.core.errors import EngineError, UserError
 from rondel.core.events import stalled_error
 from rondel.core.protocols import Transport
 from rondel.core.time_account import TimeAccount
-from rondel.core.types import Completion, EngineStatus, Message, Request, TokenScores
-from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
+from rondel.core.types import Commit, Completion, EngineStatus, Message, Request, TokenScores
+from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, EngineUpdate
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.generate.engine.stepwise.answer import OnToken
 from rondel.generate.engine.stepwise.answer_log import AnswerLog
 from rondel.generate.engine.stepwise.control import A, StepwiseControl
-from rondel.generate.engine.stepwise.update import StepwiseUpdate
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -56,7 +55,7 @@ class StepwiseEngine(StepwiseControl[A]):
         super().__init__(EngineLifecycle(version, lambda: self.arrivals.is_overwriting), self.account.switch_to)
         self.log = self.log_kind(log)
         self.answers: list[A] = []
-        self.update = StepwiseUpdate(self)
+        self.update = EngineUpdate(self.arrivals, self.lifecycle, self)
 
     @abstractmethod
     def open_answer(self, request: Request, done: asyncio.Future[Completion]) -> A:
@@ -207,3 +206,12 @@ class StepwiseEngine(StepwiseControl[A]):
         """begin -> route -> commit, or abort. -> the version served."""
         await self.update.receive(message)
         return self.version
+
+    def follow_weights(self, before: int, commit: Commit) -> None:
+        self.forget_weights()
+        self.log.record_version(commit.version, commit.root)
+
+    def report_version(self) -> None:
+        if steps := self.account.counts["steps"]:
+            self.account.counts["room"] = steps * self.max_running
+        self.account.report_time({"kv_cache": self.cache_bytes})

@@ -1,4 +1,4 @@
-"""Text of what a policy wrote, without holding up the event loop."""
+"""What a policy wrote: its text, without holding up the event loop, and how much of it repeats."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 LONG = 2048  # tokens that are decoded at once: two or three milliseconds
@@ -49,3 +50,15 @@ def decode_in_pieces(tokenizer: Any, ids: Sequence[int], size: int = LONG, *, sk
         pieces.append(both[len(before) :])
         at = end
     return "".join(pieces)
+
+
+def repeated_fraction(tokens: Sequence[int], mask: Sequence[Any], n: int) -> float | None:
+    """1 - distinct / all n-grams of the tokens that the policy wrote; one that spans a given
+    token does not count. None when there are none.
+    """
+    grams: list[tuple[int, ...]] = []
+    for written, run in groupby(zip(tokens, mask), key=lambda pair: bool(pair[1])):
+        if written:
+            own = [token for token, _ in run]
+            grams += [tuple(own[i : i + n]) for i in range(len(own) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else None
