@@ -9,8 +9,9 @@
     logprobs    of chosen tokens, with entropies                         formulas in train/logprobs.py
 
 torch reads and writes what a norm needs seven times, and a bfloat16 number beside a float32 one is first copied. Trainer
-and engine both call these, so they differ no more than before; a row has the same bits wherever it lies, whoever is
-beside it, and on any number of threads. Each rounds where torch's operations do, but for
+and engine both call these, in every pass: what decides is the model and the sizes of a call, and never what a pass wants,
+so that two passes over the same weights have the same bits. A row has the same bits wherever it lies, whoever is beside
+it, and on any number of threads. Each rounds where torch's operations do, but for
 scores of a decode step, which stay in fp32. The products of training attention are torch's; what lies between them is
 one pass over the scores, in their place.
 """

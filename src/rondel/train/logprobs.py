@@ -1,7 +1,8 @@
 """Log-probability and entropy of chosen tokens, a chunk of rows at a time, with its
 own backward: full logits never exist. Where one chunk is enough, its exp(z - max) is kept for the backward.
 On a GPU models/logprob_kernel.py computes the same, forward tile by tile, where it can (`choose_logprob_kernel`); on a
-CPU models/cpu_kernels.py what lies between the products, from logits that are kept instead.
+CPU models/cpu_kernels.py what lies between the products, from logits that are kept instead: log-probability and entropy
+in every pass, whatever else it asks for, so that the ratio of two passes over the same weights is 1 to the bit.
 
 With z = logits / temperature, p = softmax(z):   logprob = z[target] - lse(z),   entropy = lse(z) - sum p z
     d logprob / dz = onehot(target) - p           d entropy / dz = -p (log p + entropy)
