@@ -18,6 +18,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or torch compiles 9 s 
 import pytest
 import torch
 
+from rondel.models.native_library import chosen_library
 from rondel.system import process_memory
 
 process_memory.LEAST_RESIDENT = 1 << 40  # the heap of a thousand tests is not searched after every step of one
@@ -54,6 +55,12 @@ def pytest_collection(session):
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+def pytest_configure(config):
+    """Loops for this CPU are compiled, once a machine, before workers that would wait for it have deadlines."""
+    if not hasattr(config, "workerinput"):
+        chosen_library()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -23,9 +23,12 @@ from kits.runs import FAST, RECIPE, balances, events, final, steps
 from kits.sweeps import covering
 from kits.train import awkward_groups, batch, bits, model, row, step, trainer
 from rondel.core.errors import ConfigError
-from rondel.core.events import subscribe
+from rondel.core.events import RunStarted, Warned, subscribe
 from rondel.driver import replay
+from rondel.driver.controller import warn_of_other_kernels
+from rondel.models.cpu_kernels import LOOPS, PLAIN_KERNELS, kernels_of
 from rondel.runtime.journal import store
+from rondel.runtime.journal.log import Journal
 from rondel.train.checkpoint import Checkpoints, find_flaw, load_trainer, save_trainer
 
 SHORT = {"loop__warmup__steps": 4, "loop__steps": 4, "run__checkpoint__every": 2}
@@ -56,6 +59,22 @@ def same_run(folder: Path, whole: Path) -> None:
         for a, b in zip(store.read_step(folder, n), store.read_step(whole, n), strict=True):
             a.pop("timings"), b.pop("timings")
             assert a == b
+
+
+def test_other_kernels_of_a_cpu_than_those_it_began_with_are_named(tmp_path, whole):
+    """Their last bits are others: a resume that changes them says so, and how to go on with the old ones."""
+    ours = events(whole, "RunStarted")[0]["facts"]["cpu_kernels"]
+    assert ours == kernels_of(torch.device("cpu"))
+    told: list[str] = []
+    forget = subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+    for name, facts in {"other": {"cpu_kernels": LOOPS}, "same": {"cpu_kernels": PLAIN_KERNELS}, "old": {}}.items():
+        journal = Journal(tmp_path / name)
+        journal.write(RunStarted(str(tmp_path / name), "h", facts))
+        journal.close()
+        warn_of_other_kernels(tmp_path / name, {"cpu_kernels": PLAIN_KERNELS})
+    forget()
+    assert len(told) == 1 and f"with {PLAIN_KERNELS}, and began with {LOOPS}" in told[0]
+    assert "RONDEL_CPU_KERNELS=1 in the environment" in told[0]
 
 
 @pytest.mark.slow

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +15,8 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from kits.engine import SIZE
+from rondel.algos.divergence import Divergence
+from rondel.core.errors import UserError
 from rondel.core.events import Warned, subscribe
 from rondel.models import cpu_kernels, native_library
 from rondel.models.cpu_kernels import attend_masked, takes_mask
@@ -21,6 +27,8 @@ from rondel.models.native_library import SIGNATURES
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.paged_layout import DecodeBatch
 from rondel.train import logprobs
+from rondel.train.sampling_mask import SupportMask
+from rondel.train.teacher_distributions import TeacherDistribution, TeacherOpinion
 
 pytestmark = pytest.mark.skipif(native_library.native_library() is None, reason="needs a C++ compiler")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -133,7 +141,7 @@ def test_attention_of_training(dtype, many):
     mask = torch.rand(many, 1, 5, 9, generator=torch.Generator().manual_seed(5)) < 0.5
     mask[..., 0] = True
     rule = ScoreRule(0.3)
-    assert takes_mask(q, k, v, rule, mask)
+    assert takes_mask(q, k, v, rule) and not takes_mask(q, k, v.double(), rule)
     ours = gradients(lambda q, k, v: attend_masked(q, k, v, mask, rule.scale), q, k, v)
     found = ours, gradients(lambda q, k, v: dense_attention(q, k, v, rule, mask, None, False), q, k, v)
     for got, want in zip(*found, strict=True):
@@ -192,6 +200,47 @@ def test_logprobs_and_entropies(dtype, rows_at_once, biased, plain, monkeypatch)
         close(got, want, dtype)
 
 
+@pytest.mark.parametrize("rows_at_once", [100, 4])
+def test_every_pass_of_a_step_has_the_same_bits(rows_at_once, plain, monkeypatch):
+    """A token's log-probability and entropy in a pass under truncated support, with teachers, with more tokens and with
+    the likeliest one are those of a pass without, and so a ratio of two of them is 1; gradients are torch's.
+    """
+    monkeypatch.setattr(logprobs, "LOGITS", rows_at_once * 100)
+    hidden, weight, target = drawn(11, 16, wide=2), drawn(100, 16, seed=1, wide=2), torch.arange(0, 99, 9)
+    head, more = LMHead(weight), torch.stack([target, target + 1], -1)
+    some = SupportMask(torch.tensor([9, 10, 11, 36, 40]), torch.tensor([1, 1, 1, 4, 4]))  # of tokens 1 and 4
+    teacher = TeacherOpinion(LMHead(drawn(100, 16, seed=2).detach()), hidden.detach(), torch.arange(11), torch.ones(11))
+    taught = TeacherDistribution([teacher], 0.7)
+
+    def distances(how):
+        return logprobs.logprob_entropy_and_kl(hidden, target, head, taught, temperature=0.7, apart_by=how)
+
+    passes = {
+        "support": lambda: logprobs.logprob_and_entropy(hidden, target, head, temperature=0.7, kept=some),
+        "teacher": lambda: distances(Divergence()),
+        "another divergence": lambda: distances(Divergence(0.3, 4)),
+        "more tokens": lambda: logprobs.logprob_entropy_and_top(hidden, target, head, more, temperature=0.7),
+    }
+    found = []
+    for is_plain in (False, True):
+        if is_plain:
+            plain()
+        alone = logprobs.logprob_and_entropy(hidden, target, head, temperature=0.7)
+        for name, run in passes.items():
+            told = run()
+            whole = [t for t in range(11) if name != "support" or t not in some.row]
+            assert all(torch.equal(told[i][whole], alone[i][whole]) for i in range(2)), name
+            pulls = [torch.randn(x.shape, generator=torch.Generator().manual_seed(9)) for x in told]
+            loss = sum((x * pull).sum() for x, pull in zip(told, pulls))
+            found.append([*(x.detach() for x in told), *torch.autograd.grad(loss, [hidden, weight])])
+        best = logprobs.logprob_and_best(hidden, target, head, temperature=0.7)
+        assert is_plain or (torch.equal(best[0], alone[0]) and torch.equal(told[2][:, 0], alone[0]))
+        found.append([*best])
+    for ours, theirs in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
+        for got, want in zip(ours, theirs, strict=True):
+            close(got, want, FP32)
+
+
 def test_gradient_that_is_added():
     total, grad = drawn(70, 3).detach(), drawn(70, 3, seed=1, dtype=BF16).detach()
     want = total + grad.float()
@@ -248,13 +297,54 @@ def test_a_model_with_kernels_is_the_model_without(dtype, plain):
         assert float((got - want).norm()) <= (1e-5 if dtype == "float32" else 2e-2) * float(want.norm())
 
 
-def test_a_compiler_that_fails_is_told_once_and_torch_computes(monkeypatch):
+@pytest.fixture
+def warnings():
+    told: list[str] = []
+    forget = subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+    yield told
+    forget()
+
+
+def test_a_compiler_that_fails_is_told_once_and_torch_computes(monkeypatch, tmp_path, warnings):
     def fail(command, **options):
         raise subprocess.CalledProcessError(1, command, stderr="x.cpp:1: error: no such instruction")
 
+    monkeypatch.setenv("RONDEL_CACHE", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", fail)
-    told = []
-    forget = subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
-    library = native_library.native_library.__wrapped__()
-    forget()
-    assert library is None and len(told) == 1 and "no such instruction" in told[0]
+    assert native_library.native_library.__wrapped__() is None
+    assert len(warnings) == 1 and "no such instruction" in warnings[0] and "RONDEL_CPU_KERNELS=0" in warnings[0]
+
+
+def test_without_a_compiler_one_line_says_how_to_get_one(monkeypatch, warnings):
+    monkeypatch.setenv("PATH", "")
+    assert native_library.native_library.__wrapped__() is None
+    assert len(warnings) == 1 and "apt install g++" in warnings[0] and "\n" not in warnings[0]
+
+
+def test_workers_that_come_at_once_compile_once(monkeypatch, tmp_path):
+    """The others wait for the first one, and later processes read its file and start no compiler."""
+    compiled = []
+
+    def compile_slowly(command, **options):
+        compiled.append(command)
+        time.sleep(0.05)
+        Path(command[command.index("-o") + 1]).write_bytes(b"made")
+
+    monkeypatch.setenv("RONDEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", compile_slowly)
+    with ThreadPoolExecutor(4) as workers:
+        files = {*workers.map(native_library._compiled, [shutil.which("c++")] * 4)}
+    assert len(compiled) == len(files) == 1 and files.pop().read_bytes() == b"made"
+
+
+def test_the_environment_chooses_and_old_processors_have_torch(monkeypatch):
+    found = {}
+    for said in ("0", "1", ""):
+        monkeypatch.setenv("RONDEL_CPU_KERNELS", said)
+        for flags in ("sse4_2 avx", "avx2 fma"):
+            monkeypatch.setattr(native_library, "_processor", lambda flags=flags: f"flags : {flags}\nmodel name : x")
+            found[said, flags] = native_library.chosen_library() is not None
+    assert [*found.values()] == [False, False, True, True, False, True]
+    monkeypatch.setenv("RONDEL_CPU_KERNELS", "yes")
+    with pytest.raises(UserError, match="write 0 for torch's operations, or 1"):
+        native_library.chosen_library()

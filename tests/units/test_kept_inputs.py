@@ -21,7 +21,7 @@ KINDS = ["llama", "qwen3", "qwen3_moe", "gemma3_text", "cohere"]
 def torch_operations(monkeypatch):
     """Without the kernels of a CPU, which keep their inputs alone anyway (tests/units/test_cpu_kernels.py)."""
     monkeypatch.setattr(cpu_kernels, "_loaded", None)
-    monkeypatch.setattr(load, "native_library", lambda: None)
+    monkeypatch.setattr(load, "chosen_library", lambda: None)
 
 
 def kept_bytes(run) -> int:

@@ -51,6 +51,7 @@ def facts_of(parts: Components) -> dict[str, Any]:
             "logprobs": "float32",
             "adapter": parts.resolved["model.adapter"],
         },
+        **({"cpu_kernels": known.cpu_kernels} if known.cpu_kernels else {}),
         "mismatch_bound": parts.mismatch_bound,
         "model": {"name": known.name, "parameters": known.parameters},
         **({"policies": policies_of(parts)} if job.policies else {}),

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from rondel.core.media import ImageProcessorConfig
+from rondel.models.cpu_kernels import kernels_of
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.step_head import StepHead
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class ModelInfo:
     parameters: int
     dtype: torch.dtype
     fp32_stream: bool = False  # its residual stream, where it computes in 16 bits
+    cpu_kernels: str = ""  # what computes between its products on a CPU (models/cpu_kernels.py); "" elsewhere
 
     @property
     def weight_bytes(self) -> int:
@@ -39,4 +42,5 @@ class ModelInfo:
             loaded.parameter_count,
             loaded.dtype,
             loaded.fp32_stream,
+            "" if isinstance(loaded.head, StepHead) else kernels_of(loaded.device),
         )

@@ -38,6 +38,8 @@ from rondel.core.events import (
 )
 from rondel.core.schedule_gate import ScheduleGate
 from rondel.driver.phases import RunPhases
+from rondel.models.cpu_kernels import LOOPS, PLAIN_KERNELS
+from rondel.models.native_library import SWITCH
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import pick_device, prepare_controller, prepare_process
 from rondel.runtime.journal import store
@@ -138,7 +140,10 @@ def _run_training(
         replace_file(folder / "job.toml", tomli_w.dumps(without_none(job.to_dict())))
         if job.origin:
             replace_file(folder / ORIGIN, job.origin)
-        emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
+        facts = facts_of(parts)
+        if found or interrupted:
+            warn_of_other_kernels(folder, facts)
+        emit(RunStarted(str(folder), job.digest(), facts))
         if interrupted:
             emit(Resumed(0, 0, ""))
         for restarts in itertools.count(1):
@@ -209,6 +214,20 @@ def refuse_lost_checkpoints(folder: Path) -> None:
         raise CheckpointError(
             f"{folder} has no checkpoint, and its journal tells of one after step {saved[-1]}: put a copy back into "
             f"{folder / 'checkpoints'}, or begin again in another folder: --run.folder=..."
+        )
+
+
+def warn_of_other_kernels(folder: Path, facts: dict[str, Any]) -> None:
+    """Where the folder's last start computed with other kernels on a CPU. Runs that name none had torch's operations."""
+    now = facts.get("cpu_kernels")
+    starts = [event["facts"] for event in read(folder) if event["kind"] == "RunStarted"]
+    before = starts[-1].get("cpu_kernels", PLAIN_KERNELS) if starts else now
+    if now and before != now:
+        emit(
+            Warned(
+                f"the run goes on with {now}, and began with {before}: equal to rounding, not bit for bit. "
+                f"{SWITCH}={int(before == LOOPS)} in the environment goes on with what it had, where a compiler is"
+            )
         )
 
 

@@ -9,8 +9,9 @@
     logprobs    of chosen tokens, with entropies                         formulas in train/logprobs.py
 
 torch reads and writes what a norm needs seven times, and a bfloat16 number beside a float32 one is first copied. Trainer
-and engine both call these, so they differ no more than before; a row has the same bits wherever it lies, whoever is
-beside it, and on any number of threads. Each rounds where torch's operations do, but for
+and engine both call these, in every pass: what decides is the model and the sizes of a call, and never what a pass wants,
+so that two passes over the same weights have the same bits. A row has the same bits wherever it lies, whoever is beside
+it, and on any number of threads. Each rounds where torch's operations do, but for
 scores of a decode step, which stay in fp32. The products of training attention are torch's; what lies between them is
 one pass over the scores, in their place.
 """
@@ -26,7 +27,7 @@ from torch.autograd.function import once_differentiable
 if TYPE_CHECKING:
     from rondel.models.dense_attention import ScoreRule
 
-SWITCH = "RONDEL_CPU_KERNELS"  # in the environment: "1" turns them on
+LOOPS, PLAIN_KERNELS = "loops in C++", "torch's operations"
 CODES = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16  # numbers of a head that a decode step adds at once
 ROWS = 64  # of a norm whose share of the weight's gradient is summed one after the other
@@ -39,6 +40,11 @@ def use_library(library: Any) -> None:
     """What models/native_library.py has compiled computes from now on, in this process; None: torch's operations do."""
     global _loaded
     _loaded = library
+
+
+def kernels_of(device: torch.device) -> str:
+    """What computes there in this process between products, as a run's facts name it; "" for another device than a CPU."""
+    return "" if device.type != "cpu" else PLAIN_KERNELS if _loaded is None else LOOPS
 
 
 def has_kernels(*tensors: Tensor) -> bool:
@@ -242,11 +248,9 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, back: bool = False) -> T
 # -- attention ------------------------------------------------------------------------------------------
 
 
-def takes_mask(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, mask: Tensor) -> bool:
+def takes_mask(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> bool:
     """Whether `attend_masked` computes it."""
-    pairs = q.shape[2] * k.shape[2]
-    fits = mask.shape[-2:] == (q.shape[2], k.shape[2]) and mask.numel() in (pairs, pairs * len(q))
-    return _is_softmax(rule) and fits and mask.dtype == torch.bool and q.dtype == k.dtype and has_kernels(q, k, v)
+    return _is_softmax(rule) and q.dtype == k.dtype == v.dtype and has_kernels(q, k, v)
 
 
 def takes_pools(q: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule, longest: int) -> bool:
@@ -270,6 +274,7 @@ def _is_softmax(rule: ScoreRule) -> bool:
 def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """q [B,H,L,D], k and v [B,K,C,D], mask [B or 1,1,L,C] True where a query may look -> [B,H,L,D]."""
     batch, heads, length, size = q.shape
+    assert mask.dtype == torch.bool and mask.shape[1:] == (1, length, k.shape[2]) and len(mask) in (1, batch)
     rows = [x.flatten(0, 1) for x in (q.reshape(batch, k.shape[1], -1, size), k, v)]
     out = MaskedAttention.apply(*rows, mask.contiguous(), scale, (heads * length if len(mask) > 1 else 0, length))
     return out.view(batch, heads, length, v.shape[-1])

@@ -4,7 +4,6 @@ wheel, an adapter's folder, or a random config.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from rondel.models.load_check import PARITY, check_loaded
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.model_folder import model_folder
 from rondel.models.model_type import model_type_of
-from rondel.models.native_library import native_library
+from rondel.models.native_library import chosen_library
 from rondel.models.query_scale import install_query_scale
 from rondel.models.random_model import random_config, random_tokenizer
 from rondel.models.recurrent.mixers import install_recurrent
@@ -99,8 +98,8 @@ def load_model(
         loaded = load_model(base, dtype=dtype, device=device, four_bits=packed, trust_remote_code=trust_remote_code)
         adapters.attach_adapter(loaded, path)
         return replace(loaded, name=path)
-    if torch.device(device).type == "cpu" and os.environ.get(cpu_kernels.SWITCH) == "1":
-        cpu_kernels.use_library(native_library())
+    if torch.device(device).type == "cpu":
+        cpu_kernels.use_library(chosen_library())
     wanted = pick_dtype(dtype, device)
     if deferred and isinstance(path, str) and not four_bits:
         empty = _load_deferred(path, wanted, device, trust_remote_code)

@@ -3,8 +3,10 @@
     $RONDEL_CACHE/kernels/<digest>.so     of the source, the compiler, its options and what the processor can
 
 It knows nothing of torch or Python, so one file is for every version of both; it shares the thread pool that torch
-brings. Without a compiler (apt install g++) everything is computed by torch's own operations: slower, with other last
-bits. A run that began with one of the two must go on with it.
+brings. Without a compiler everything is computed by torch's own operations: slower, with other last bits. A run that
+began with one of the two must go on with it, so its journal says which.
+
+    RONDEL_CPU_KERNELS   "0": torch's operations; "1": the loops, on any processor; not set: the loops on x86 with AVX2
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from rondel.core.errors import UserError
 from rondel.core.events import Warned, emit
 
+SWITCH = "RONDEL_CPU_KERNELS"
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 OPTIONS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LONGEST = 300.0  # seconds that a compiler may take, and the one who waits for it
@@ -47,21 +51,42 @@ SIGNATURES: dict[str, list[Any]] = {
 }
 
 
+def chosen_library() -> ctypes.CDLL | None:
+    """The library that models on a CPU compute with, by the environment and the processor."""
+    chosen = os.environ.get(SWITCH, "")
+    if chosen not in ("", "0", "1"):
+        raise UserError(
+            f'{SWITCH} = "{chosen}" in the environment; write 0 for torch\'s operations, or 1 for the loops'
+        )
+    return native_library() if chosen == "1" or (not chosen and {"avx2", "fma"} <= _abilities()) else None
+
+
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
-    """The functions of cpu_kernels.cpp; None where there is no compiler, or it fails."""
+    """The functions of cpu_kernels.cpp; None, and a warning, where there is no compiler, or it fails."""
     compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
-    if compiler is None or os.name != "posix":
+    if compiler is None:
+        emit(
+            Warned(
+                f"no C++ compiler is here (apt install g++): torch's operations compute in the place of the faster "
+                f"loops for this CPU. {SWITCH}=0 says that it is meant"
+            )
+        )
         return None
     try:
         library = ctypes.CDLL(str(_compiled(compiler)))
         for name, arguments in SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
-    except (OSError, AttributeError, subprocess.SubprocessError, TimeoutError) as error:
+    except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or str(error)
-        reason = next((line for line in told.splitlines() if "error" in line.lower()), type(error).__name__)
-        emit(Warned(f"kernels for this CPU cannot be compiled by {compiler} ({reason}); torch's operations are used"))
+        reason = next((line for line in told.splitlines() if "error" in line.lower()), told or type(error).__name__)
+        emit(
+            Warned(
+                f"loops for this CPU cannot be compiled by {compiler} ({reason}): torch's operations compute instead, "
+                f"slower. {SWITCH}=0 says that it is meant"
+            )
+        )
         return None
     return library
 
@@ -69,10 +94,9 @@ def native_library() -> ctypes.CDLL | None:
 def _compiled(compiler: str) -> Path:
     """The library's file, made where it is missing; whoever comes meanwhile waits."""
     command = [compiler, *OPTIONS, *_options()]
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=LONGEST, check=True
-    ).stdout
-    made_of = "\n".join([SOURCE.read_text(), *command, version, _processor()])
+    program = Path(compiler).resolve()
+    found = program.stat()  # asking it for its version takes a process each time
+    made_of = "\n".join([SOURCE.read_text(), *command, f"{program} {found.st_size} {found.st_mtime_ns}", _processor()])
     folder = Path(os.environ.get("RONDEL_CACHE", Path.home() / ".cache" / "rondel")) / "kernels"
     file = folder / f"{hashlib.blake2b(made_of.encode(), digest_size=12).hexdigest()}.so"
     if file.is_file():
@@ -98,6 +122,7 @@ def _thread_pool() -> list[str]:
     return [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]]
 
 
+@functools.cache
 def _processor() -> str:
     """What it can: a library for another one of the same home folder may hold instructions that this one lacks."""
     try:
@@ -105,3 +130,9 @@ def _processor() -> str:
     except OSError:
         return platform.machine() + platform.processor()
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _abilities() -> set[str]:
+    """{"avx2", "fma", ...} of an x86 processor under Linux; empty for others."""
+    lines = _processor().splitlines()
+    return {word for line in lines if line.startswith("flags") for word in line.partition(":")[2].split()}

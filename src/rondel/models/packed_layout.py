@@ -369,9 +369,10 @@ class AttentionCall:
             mask = mask & is_chosen(rule.chosen[self.asked.to(q.device)], self.of)[:, None]
         if mask is not None and rule.images is not None:
             mask = mask | self.same_image(rule.images)[:, None]
-        if mask is not None and is_short(q, k) and takes_mask(q, k, v, rule, mask):
+        if is_short(q, k) and takes_mask(q, k, v, rule):
             a, b, c = (x.float() if is_widened(q.dtype) else x for x in (q, k, v))
-            return attend_masked(a, b, c, mask, rule.scale).to(q.dtype)
+            seen = self.attention_mask(rule) if mask is None else mask
+            return attend_masked(a, b, c, seen, rule.scale).to(q.dtype)
         return sdpa(q, k, v, rule, mask=mask, distance=distance, widened=is_widened(q.dtype), train=True)
 
     def _attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, size: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Log-probability and entropy of chosen tokens, a chunk of rows at a time, with its
 own backward: full logits never exist. Where one chunk is enough, its exp(z - max) is kept for the backward.
 On a GPU models/logprob_kernel.py computes the same, forward tile by tile, where it can (`choose_logprob_kernel`); on a
-CPU models/cpu_kernels.py what lies between the products, from logits that are kept instead.
+CPU models/cpu_kernels.py what lies between the products, from logits that are kept instead: log-probability and entropy
+in every pass, whatever else it asks for, so that the ratio of two passes over the same weights is 1 to the bit.
 
 With z = logits / temperature, p = softmax(z):   logprob = z[target] - lse(z),   entropy = lse(z) - sum p z
     d logprob / dz = onehot(target) - p           d entropy / dz = -p (log p + entropy)
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from rondel.algos.divergence import Divergence
 from rondel.algos.tokens import select_logprobs
-from rondel.models.cpu_kernels import has_kernels, logit_gradients, logprob_terms
+from rondel.models.cpu_kernels import LogprobTerms, has_kernels, logit_gradients, logprob_terms
 from rondel.models.linear import add_product, as_factor, fp32_product, matmul
 from rondel.models.main_grad import main_grad
 from rondel.models.processor import HALVES
@@ -77,13 +78,26 @@ class _Chunked(torch.autograd.Function):
         logprobs, entropies, apart, tops = [], [], [], []
         chunks = _row_chunks(hidden, len(weight))
         keeps = len(chunks) == 1 and head.softcap is None and any(ctx.needs_input_grad)
-        ctx.softmax, ctx.terms = None, []  # or the kept logits, with the terms of each chunk
-        fused = kept is None and taught is None and top_ids is None and _has_cpu_kernel(hidden, head)
+        ctx.softmax, ctx.logits, ctx.terms = None, None, []
+        fused = _has_cpu_kernel(hidden, head)
         for rows in chunks:
             z = head.logits(hidden[rows])
             if fused:
-                ctx.terms.append(logprob_terms(z.contiguous(), target[rows], temperature))
-                ctx.softmax = z if keeps else None
+                z = (z if kept is None else kept.mask_logits(z, rows)).contiguous()
+                terms = logprob_terms(z, target[rows], temperature)
+                ctx.terms.append(terms)
+                ctx.logits = z if keeps else None
+                logprobs.append(terms.logprob)
+                entropies.append(terms.entropy)
+                if top_ids is not None:
+                    tops.append(_log_probabilities(z.gather(-1, top_ids[rows]), terms, temperature))
+                if taught is not None:
+                    p = _log_probabilities(z, terms, temperature).exp_()
+                    apart.append(
+                        -terms.entropy - taught.log_q(rows).mul_(p).sum(-1)
+                        if apart_by.is_reverse_kl
+                        else apart_by(p, taught.log_q(rows))[0]
+                    )
                 continue
             if temperature != 1.0:
                 z.div_(temperature)
@@ -101,8 +115,6 @@ class _Chunked(torch.autograd.Function):
                 apart.append(-entropies[-1] - (taught.log_q(rows).mul_(e).sum(-1, keepdim=True) / total)[:, 0])
             if keeps:
                 ctx.softmax = e.div_(total)
-        if fused:
-            logprobs, entropies = [terms.logprob for terms in ctx.terms], [terms.entropy for terms in ctx.terms]
         ctx.entropy = _cat_pieces(entropies, hidden)
         ctx.kl = _cat_pieces(apart, hidden)
         nothing = hidden.new_zeros(0, dtype=torch.float32)
@@ -145,7 +157,11 @@ class _Chunked(torch.autograd.Function):
             h = as_factor(hidden[rows], weight)
             bent = None
             if ctx.terms:
-                z, ctx.softmax = head.logits(h).contiguous() if ctx.softmax is None else ctx.softmax, None
+                z, ctx.logits = ctx.logits, None
+                if z is None:
+                    z = head.logits(h)
+                    z = (z if ctx.kept is None else ctx.kept.mask_logits(z, rows)).contiguous()
+            if ctx.terms and grad_kl is None and grad_top is None:
                 pulls = grad_logprob[rows], None if grad_entropy is None else grad_entropy[rows]
                 grad = logit_gradients(
                     z, target[rows], ctx.terms[i], pulls, head.scale, temperature, dtype=weight.dtype
@@ -155,7 +171,10 @@ class _Chunked(torch.autograd.Function):
                     grad_bias += grad.sum(0, dtype=torch.float32)
                 add_chunk(rows, h, grad)
                 continue
-            if ctx.softmax is not None:
+            if ctx.terms:
+                p = _log_probabilities(z, ctx.terms[i], temperature).exp_()
+                del z
+            elif ctx.softmax is not None:
                 p, ctx.softmax = ctx.softmax, None
             else:
                 logits = head.logits(h)
@@ -324,10 +343,20 @@ def logprob_and_best(hidden: Tensor, target: Tensor, head: LMHead, *, temperatur
     """[M] log-probabilities of the targets, and of the likeliest token in the place of each."""
     own, best = [], []
     for rows in _row_chunks(hidden, head.weight.shape[0]):
+        if _has_cpu_kernel(hidden, head):
+            terms = logprob_terms(head.logits(hidden[rows]).contiguous(), target[rows], temperature)
+            own.append(terms.logprob)
+            best.append(terms.log_total.neg())
+            continue
         log_p = (head.logits(hidden[rows]).float() / temperature).log_softmax(-1)
         own.append(log_p.gather(-1, target[rows, None])[:, 0])
         best.append(log_p.amax(-1))
     return _cat_pieces(own, hidden), _cat_pieces(best, hidden)
+
+
+def _log_probabilities(z: Tensor, terms: LogprobTerms, temperature: float) -> Tensor:
+    """z [C, ...] of the rows of these terms -> log softmax, with the bits of `terms.logprob`."""
+    return (z * (1.0 / temperature)).sub_(terms.top[:, None]).sub_(terms.log_total[:, None])
 
 
 def _has_cpu_kernel(hidden: Tensor, head: LMHead) -> bool:

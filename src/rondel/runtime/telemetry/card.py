@@ -263,6 +263,7 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
     ]
     gap = f"largest |log p(trainer) - log p(engine)| of a trained token {max(gaps):.1e}" if gaps else "gap not measured"
     fresh = [k3 for e in done for name, k3 in e["metrics"].items() if name.endswith("/mismatch_k3_lag_0")]
+    kernels = f"{facts['cpu_kernels']} on the CPU; " if "cpu_kernels" in facts else ""
     bound = f", a warning above {facts['mismatch_bound']:g}" if "mismatch_bound" in facts else ""
     form = facts.get("resolved", {}).get("model.format", "none")
     gap += f"; largest K3 of fresh tokens in a step {max(fresh):.1e} nats{bound}" if fresh else ""
@@ -279,7 +280,7 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
         "framework": _format_facts(facts.get("versions")),
         "engine and topology": f"engine {recipe_value('engine.kind')}, placement {recipe_value('place.kind')}, {facts.get('device', UNKNOWN)}, "
         f"{facts.get('place', UNKNOWN)}",
-        "precision and what enforces consistency": f"{_format_facts(facts.get('dtypes'))}; one model definition on both sides; "
+        "precision and what enforces consistency": f"{_format_facts(facts.get('dtypes'))}; {kernels}one model definition on both sides; "
         f"{gap}; {probe}" + ("" if form.startswith("none") else f"; weights in {form}{correction_sentence(done)}"),
         "on-policy or measured lag": f"{_summarize_lag(lags)}; cap {recipe_value('loop.max_staleness')}",
         "whose logprobs": "the engine's, stored for each token when it was drawn (after temperature and truncation of the support); "
