@@ -24,6 +24,10 @@ class StepwiseControl(StepTask, Generic[A]):
     def forget_weights(self) -> None: ...
 
     @property
+    def state(self) -> str:
+        return self.lifecycle.state
+
+    @property
     def is_busy(self) -> bool:
         return self._task is not None and bool(self.answers)
 

@@ -82,10 +82,6 @@ class StepwiseEngine(StepwiseControl[A]):
         return 0
 
     @property
-    def state(self) -> str:
-        return self.lifecycle.state
-
-    @property
     def context_limit(self) -> int:
         """Tokens that a prompt and its answer can have together."""
         return self.loaded.max_context
