@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from kits.blocks import brute_force, plain_model
+from kits.once import made_once
 from kits.runs import BLOCKS, check, events, final, run, run_and_die, steps, tiny
 from rondel.assemble.components import build
 from rondel.checks.recipe_check import check as check_recipe
@@ -22,9 +25,7 @@ from rondel.runtime.journal import store
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """2 supervised steps, 4 of RL."""
-    found = tmp_path_factory.mktemp("blocks") / "run"
-    run(found, recipe=BLOCKS, loop__warmup__steps=2, loop__steps=4)
-    return found
+    return made_once(tmp_path_factory, "blocks", partial(run, recipe=BLOCKS, loop__warmup__steps=2, loop__steps=4))
 
 
 def test_ledger_versions_and_lag_are_those_of_any_run(folder):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kits.once import made_once
 from kits.runs import FAST
 from rondel.cli import main
 
@@ -478,15 +479,17 @@ CASES: dict[str, tuple[Words, str]] = {
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """Four steps with two checkpoints, and everything imported."""
-    where = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        settings = ["--loop.steps=4", "--run.checkpoint.every=2", f"--run.folder={where}", "--quiet"]
-        try:
-            main(["train", str(TINY), *SMALL, *settings])
-        except SystemExit as end:
-            assert not end.code
-    return where
+
+    def make(where: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")
+            settings = ["--loop.steps=4", "--run.checkpoint.every=2", f"--run.folder={where}", "--quiet"]
+            try:
+                main(["train", str(TINY), *SMALL, *settings])
+            except SystemExit as end:
+                assert not end.code
+
+    return made_once(tmp_path_factory, "finished", make)
 
 
 @pytest.mark.parametrize(

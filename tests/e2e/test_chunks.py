@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from kits.control import Aim
+from kits.once import made_once
 from kits.runs import PENDULUM_CHUNKS, check, events, final, run, run_and_die, steps, tiny
 from rondel.checks.recipe_check import check as check_recipe
 from rondel.core.errors import UserError
@@ -24,9 +27,7 @@ WORLD = {"recipe": PENDULUM_CHUNKS, "task__data": AIM, "task__env__turns": 5}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """4 steps of PPO, 4 episodes each, of two chunks of 2 actions and one that is cut off after its first action."""
-    found = tmp_path_factory.mktemp("chunks") / "run"
-    run(found, **WORLD)
-    return found
+    return made_once(tmp_path_factory, "chunks", partial(run, **WORLD))
 
 
 def test_ledger_versions_and_lag_are_those_of_any_run(folder):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from kits.once import made_once
 from kits.runs import CARTPOLE, PENDULUM, check, events, final, run, run_and_die, steps, tiny
 from rondel.checks.recipe_check import check as check_recipe
 from rondel.cli import export, main
@@ -23,9 +25,7 @@ gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """4 steps of PPO, 4 episodes each, which are cut off after 12 actions."""
-    found = tmp_path_factory.mktemp("control") / "run"
-    run(found, recipe=CARTPOLE)
-    return found
+    return made_once(tmp_path_factory, "control", partial(run, recipe=CARTPOLE))
 
 
 def test_ledger_versions_and_lag_are_those_of_any_run(folder):

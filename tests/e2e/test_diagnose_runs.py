@@ -10,7 +10,7 @@ from rondel.runtime.telemetry.diagnose import diagnose
 
 pytestmark = pytest.mark.slow
 
-BASE = {"loop__warmup__steps": 0, "loop__steps": 7, "task__reward": "kits.rewards:parity", "task__eval__every": 0}
+BASE = {"loop__warmup__steps": 0, "loop__steps": 5, "task__reward": "kits.rewards:parity", "task__eval__every": 0}
 CUT = "truncation"  # at 4 tokens nearly every answer is, in all of these: a true finding
 FAULTS = {
     "lr = 0": (dict(trainer__lr=0.0), "weights_still"),
@@ -52,7 +52,7 @@ def test_a_run_without_one(tmp_path, place):
 
 
 def test_a_run_that_was_killed(tmp_path):
-    assert run_and_die(tmp_path, ("StepDone", 5), **BASE) == -9
+    assert run_and_die(tmp_path, ("StepDone", 4), **BASE) == -9
     assert diagnose(tmp_path)[0].name == "died"
     run(tmp_path, **BASE)
     assert [f for f in diagnose(tmp_path) if f.severity == "error"] == [], "it went on"

@@ -12,12 +12,14 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from kits.disks import FullDisk, PowerCut, ReadOnlyDisk, apart, small_disk
+from kits.once import made_once
 from kits.runs import context, events, final, run
 from kits.sweeps import covering
 from rondel.core.config.job import Job
@@ -37,9 +39,7 @@ SHORT = {
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """Eight steps that nothing disturbs, with a checkpoint every second one, of which one is kept."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    run(folder, **SHORT)
-    return folder
+    return made_once(tmp_path_factory, "disk", partial(run, **SHORT))
 
 
 def same(folder: Path, whole: Path) -> bool:

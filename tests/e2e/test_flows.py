@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+from functools import partial
 
 import pytest
 import torch
 
+from kits.once import made_once
 from kits.runs import DIGITS, FLOW, check, events, final, run, run_and_die, steps, tiny
 from rondel.checks.recipe_check import check as check_recipe
 from rondel.cli import export, main, view
@@ -24,9 +26,7 @@ from rondel.runtime.journal import store
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """4 steps of flow matching, 6 of RL."""
-    found = tmp_path_factory.mktemp("flow") / "run"
-    run(found, recipe=FLOW)
-    return found
+    return made_once(tmp_path_factory, "flow", partial(run, recipe=FLOW))
 
 
 def test_ledger_versions_and_lag_are_those_of_any_run(folder):

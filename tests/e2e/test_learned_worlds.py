@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from kits.once import made_once
 from kits.runs import CARTPOLE_MODEL, check, events, final, run, run_and_die, steps, tiny
 from rondel.checks.recipe_check import check as check_recipe
 from rondel.core.errors import UserError
@@ -22,9 +24,7 @@ gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """4 steps of PPO, 4 episodes each of at most 12 actions, beside each of them 3 imagined ones of at most 4."""
-    found = tmp_path_factory.mktemp("worlds") / "run"
-    run(found, recipe=CARTPOLE_MODEL)
-    return found
+    return made_once(tmp_path_factory, "worlds", partial(run, recipe=CARTPOLE_MODEL))
 
 
 def by_agent(folder, step):

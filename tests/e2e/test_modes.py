@@ -19,7 +19,7 @@ LONG = {
     "engine__sampling": {"max_tokens": 16},
     "engine__max_running": 10,
     "loop__warmup__steps": 0,
-    "loop__steps": 8,
+    "loop__steps": 5,
 }  # some run while others wait
 SHORT = {"loop__warmup__steps": 2, "loop__steps": 4}
 MODES = {

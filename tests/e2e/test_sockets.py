@@ -8,7 +8,6 @@ import os
 import socket
 import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kits.engine import tiny as tiny_model
+from kits.forked import Forked
 from kits.runs import run
 from kits.sweeps import covering
 from rondel.models.save import save_model
@@ -136,8 +136,7 @@ def test_a_server_listens_at_one_port_of_this_machine(tmp_path, command):
         save_model(tiny_model("llama"), folder)
     else:
         run(folder, loop__steps=1)
-    words = [sys.executable, "-u", "-c", "from rondel.cli import main; main()", command, str(folder), "--port", "0"]
-    program = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    program = Forked([command, folder, "--port", "0"], stdout=subprocess.PIPE)
     try:
         assert program.stdout is not None
         said = next(line for line in program.stdout if "http://127.0.0.1:" in line)

@@ -43,7 +43,7 @@ def requests(temperature: float = 1.0):
     asks = [
         ask(asked, key=10 * g + s, n=new, temperature=temperature)
         for g, asked in enumerate(prompts)
-        for s, new in enumerate((3, 40 if g == 1 else 12, 9, 1))
+        for s, new in enumerate((3, 30 if g == 1 else 12, 9, 1))
     ]
     return [*asks, ask(prompt(9, 64), key=99, n=9, temperature=temperature)]
 

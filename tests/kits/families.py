@@ -456,7 +456,9 @@ class Measured:
 @cache
 @torch.no_grad()
 def measure(kind: str) -> Measured:
-    """Two prompts at once through the engine, each on its own through transformers."""
+    """Two prompts at once through the engine, each on its own through transformers: `generate` continues the first,
+    and a forward pass has the likeliest token at each place of both.
+    """
     loaded, fresh = model(kind), own(kind)
     wants = frozenset({"raw_logprobs", "experts"} if loaded.routers else {"raw_logprobs"})
     given = [prompt(7, 21), prompt(8, 9)]
@@ -464,8 +466,10 @@ def measure(kind: str) -> Measured:
     done = asyncio.run(all_of(e, [replace(ask(p, n=GREEDY, temperature=0.0), wants=wants) for p in given]))
     idle(e)
     whole = [torch.tensor(p + c.tokens) for p, c in zip(given, done)]
-    greedy = all(_generated(fresh, p) == c.tokens for p, c in zip(given, done))
-    gap = max(_gap(fresh(w[None], use_cache=False).logits[0], w, c.raw_logprobs) for w, c in zip(whole, done))
+    plain = [fresh(w[None], use_cache=False).logits[0] for w in whole]
+    greedy = _generated(fresh, given[0]) == done[0].tokens
+    greedy &= all(x[-GREEDY - 1 : -1].argmax(-1).tolist() == c.tokens for x, c in zip(plain, done))
+    gap = max(_gap(x, w, c.raw_logprobs) for x, w, c in zip(plain, whole, done))
     if not loaded.routers:
         return Measured(greedy, gap)
     routes = [torch.from_numpy(c.experts).long() for c in done]

@@ -14,7 +14,7 @@ from rondel.driver import replay
 from rondel.runtime.journal import store
 
 BASE = {
-    "engine__numerics": "aligned", "engine__sampling": {"max_tokens": 20, "ignore_eos": True}, "loop__warmup__steps": 1, "loop__steps": 4, "loop__window": "auto",
+    "engine__numerics": "aligned", "engine__sampling": {"max_tokens": 20, "ignore_eos": True}, "loop__warmup__steps": 1, "loop__steps": 3, "loop__window": "auto",
     "algo__correction": {"kind": "importance"}, "task__reward": "kits.rewards:parity", "run__record": True, "loop__max_staleness": 1,
     "engine__max_running": 8, "engine__prefill_tokens": 16, "loop__groups_per_step": 3, "algo__group_size": 3, "task__eval__n": 2,
 }  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kits.fakes import CountingTrainer, Rollouts, endless, loop_kit
+from kits.once import made_once
 from kits.runs import PLACES, final, run, steps
 from rondel import loop
 from rondel.buffer import Buffer
@@ -289,9 +291,7 @@ ALIGNED = {"engine__numerics": "aligned", "place__threads": 1, "loop__warmup__st
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shared") / "run"
-    run(folder, **ALIGNED)
-    return folder
+    return made_once(tmp_path_factory, "shared", partial(run, **ALIGNED))
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_the_gradient_is_the_same_for_any_split(kind, name):
     for number, (micro_tokens, share) in enumerate(product((1, 13, 40, 10**6), (True, False))):
         if every or number in (3, 4):
             worst = max(worst, apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share), whole))
-    for seed, whole_groups in ((0, True), (1, True), (2, False), (3, False)) if every else ((2, False),):
+    for seed, whole_groups in ((0, True), (2, False)) if every else ((2, False),):
         worst = max(
             worst, apart(gradient(t, shuffled(b, seed, whole_groups=whole_groups), algo, micro_tokens=25), whole)
         )

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 
 from kits import forked, runs
 from kits.forked import Forked
+from kits.once import made_once
 from kits.recordings import SPLIT, Straggler, again, record
 from kits.runs import FAST, RECIPE, balances, events, final, steps
 from kits.sweeps import covering
@@ -45,9 +47,7 @@ def run_and_die(folder: Path, moment: tuple[str, int], what: signal.Signals = si
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """The run that nobody interrupts: 4 supervised steps, 4 of RL, a checkpoint every 2."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    run(folder)
-    return folder
+    return made_once(tmp_path_factory, "whole", run)
 
 
 def same_run(folder: Path, whole: Path) -> None:
@@ -146,9 +146,7 @@ ALIGNED = {"engine__numerics": "aligned"}
 
 @pytest.fixture(scope="module")
 def whole_aligned(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    run(folder, **ALIGNED)
-    return folder
+    return made_once(tmp_path_factory, "whole-aligned", partial(run, **ALIGNED))
 
 
 @pytest.mark.slow
@@ -181,14 +179,13 @@ def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
     words = [f"--{key}={json.dumps(value)}" for key, value in {**FAST, **settings}.items()]
     words = ["train", str(RECIPE), "--quiet", *words]
 
-    def launch() -> Forked | subprocess.Popen:
+    def launch() -> Forked:
         if cluster != "torchrun":
             return Forked(words, stderr=subprocess.PIPE, start_new_session=True)
         main = [sys.executable, "-c", "from rondel.cli import main; main()", *(w for w in words if w != "--quiet")]
-        several = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", *main]
-        return subprocess.Popen(
-            several, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+        several = ["--nproc-per-node", "2", "--no-python", *main]
+        torchrun = Path(torch.distributed.__path__[0]) / "run.py"
+        return Forked(several, script=torchrun, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
 
     with launch() as process:
         while not (folder / "journal.jsonl").is_file() or len(events(folder, "StepDone")) < 2:
@@ -442,6 +439,7 @@ def test_episodes_of_several_turns(tmp_path):
     rows = record(
         tmp_path / "run",
         6,
+        loop__steps=4,
         task__env="kits.rewards:Twice",
         engine__sampling={"max_tokens": 12, "ignore_eos": True},
         **SPLIT,

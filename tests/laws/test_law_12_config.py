@@ -158,13 +158,16 @@ def test_a_value_without_a_bound_is_kept_by_the_run(tmp_path):
 # -- keys for performance --------------------------------------------------------------------------
 
 
+SHORT = {"loop__warmup__steps": 1, "loop__steps": 3, "engine__max_running": 8, "engine__numerics": "aligned"}
+
+
 @pytest.mark.slow
 def test_results_are_those_of_a_run_without(tmp_path):
     """A performance key (law 12): the clock apart, every number of the run is the same, though it felt its limit."""
 
     def told(kind, **more):
         folder = tmp_path / kind
-        run(folder, loop__steps=3, engine__concurrency=kind, engine__max_running=8, engine__numerics="aligned", **more)
+        run(folder, **SHORT, engine__concurrency=kind, **more)
         done = [
             (e["step"], e["version"], e["ledger"], {k: v for k, v in e["metrics"].items() if not k.endswith("_s")})
             for e in events(folder, "StepDone")

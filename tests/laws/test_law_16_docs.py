@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kits.once import made_once
 from rondel.cli import VERBS, main
 from rondel.core.config.algorithm import OF_GROUPS
 from rondel.core.config.job import Job
@@ -29,13 +30,12 @@ from rondel.core.sandbox_types import CommandResult
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SMALLER = shlex.split(
-    "--loop.warmup.steps=4 --loop.warmup.groups_per_step=8 --loop.steps=4 --loop.groups_per_step=4 --algo.group_size=4 "
+    "--loop.warmup.steps=6 --loop.warmup.groups_per_step=2 --loop.steps=2 --loop.groups_per_step=2 --algo.group_size=2 "
     "--run.checkpoint.every=4 --place.threads=1"
 )
 SMALLEST = [  # of an example
     *SMALLER,
-    *("--loop.warmup.steps=1", "--loop.warmup.groups_per_step=2", "--loop.steps=2"),
-    *("--loop.groups_per_step=2", "--algo.group_size=2"),
+    *("--loop.warmup.steps=1", "--loop.steps=1"),
 ]
 
 COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only parsed
@@ -500,18 +500,20 @@ AFTER = {
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A folder as a newcomer has it after one reduced run of the tiny recipe."""
-    folder = tmp_path_factory.mktemp("docs")
-    for name in ("recipes", "examples"):
-        shutil.copytree(ROOT / name, folder / name)
-    here = Path.cwd()
-    os.chdir(folder)
-    try:
-        with pytest.raises(SystemExit) as end:
-            main(["train", "recipes/tiny.toml", *SMALLER])
-    finally:
-        os.chdir(here)
-    assert not end.value.code
-    return folder
+
+    def make(folder: Path) -> None:
+        for name in ("recipes", "examples"):
+            shutil.copytree(ROOT / name, folder / name)
+        here = Path.cwd()
+        os.chdir(folder)
+        try:
+            with pytest.raises(SystemExit) as end:
+                main(["train", "recipes/tiny.toml", *SMALLER])
+        finally:
+            os.chdir(here)
+        assert not end.value.code
+
+    return made_once(tmp_path_factory, "docs", make)
 
 
 @pytest.fixture

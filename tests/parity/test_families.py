@@ -40,6 +40,20 @@ EVERY_FAMILY = pytest.mark.parametrize("kind", covering(FAMILIES, FAMILIES, fast
 EACH_MECHANISM = pytest.mark.parametrize(
     "kind", covering(FAMILIES, {*ONE_OF_EACH, *AT_ONCE}, fast=AT_ONCE), scope="module"
 )
+# with them, each norm, each activation behind a gate and each way to join experts that any family has
+KEPT_ALIKE = (
+    "beam",
+    "cohere",
+    "gemma",
+    "gpt_oss",
+    "helium",
+    "hy_v4",
+    "mamba",
+    "minimax_m3_vl_text",
+    "nemotron_h",
+    "olmo",
+)
+KEPT_ALIKE += ("qwen3_next", "vaultgemma")
 # in one stage: inputs of each layer beside the hidden states, stacks that run several times, layers that read the
 # embeddings again, one layer
 ONE_STAGE = ("gemma3n_text", "gemma4_text", "gemma4", "hrm_text", "zamba", "zamba2", "longcat_flash", "zaya")
@@ -71,7 +85,7 @@ def gap(a, b):
 def test_packed_and_paged_equal_the_plain_forward(kind):
     loaded, shared = model(kind), prompt(7, 21)
     e = engine(loaded, prefill_tokens=16)
-    done = asyncio.run(all_of(e, [ask(shared, key=i, n=n) for i, n in enumerate((12, 3, 5, 1))]))
+    done = asyncio.run(all_of(e, [ask(shared, key=i, n=n) for i, n in enumerate((7, 3, 5, 1))]))
     idle(e)
     assert (e.pages.keys.pool_bytes + e.pages.values.pool_bytes) / (e.pages.count + 1) == loaded.cached, (
         "what a page is billed at"
@@ -81,11 +95,11 @@ def test_packed_and_paged_equal_the_plain_forward(kind):
     plain = [plain_logprobs(loaded, shared + tail)[len(shared) - 1 :] for tail in tails]
     with torch.no_grad():
         packed = [row.tolist() for row in packed_logprobs(loaded, shared, tails)]
-    again = asyncio.run(e.generate(ask(shared, key=0, n=12)))
+    again = asyncio.run(e.generate(ask(shared, key=0, n=7)))
     assert again.cached_tokens >= len(shared) - 1 and again.tokens == tails[0]
     off = gap(again.logprobs, done[0].logprobs)
     # or what fp32 costs the two of a family with large logits; one rounding of a logprob of 8 to 16 is 1e-6
-    assert off <= 1e-5 or off <= 2 * rounding_noise(kind, shared + tails[0], 12) + 1e-6, "a cached prefix answers alike"
+    assert off <= 1e-5 or off <= 2 * rounding_noise(kind, shared + tails[0], 7) + 1e-6, "a cached prefix answers alike"
     worst = max(gap(a, b) for a, b in zip(packed, plain)), max(gap(c.logprobs, b) for c, b in zip(done, plain))
     print(f"GAP {kind}: packed {worst[0]:.1e}, paged {worst[1]:.1e}")
     assert max(worst) <= 1e-4
@@ -181,10 +195,14 @@ def test_greedy_tokens_logprobs_and_routes_are_those_of_transformers(kind):
     assert line_of(kind) in LINES, "run: python docs/make_families.py"
 
 
-@EVERY_FAMILY
+@pytest.mark.parametrize(
+    "kind", covering(FAMILIES, {*ONE_OF_EACH, *AT_ONCE, *KEPT_ALIKE}, fast=AT_ONCE), scope="module"
+)
 def test_gradients_of_all_weights_are_those_of_transformers(kind):
     """Of a weighted sum of logprobs. Two answers behind one shared prompt, with a stranger in the same pack, against
-    transformers with one row an answer: every family trains, and trains what it serves.
+    transformers with one row an answer: every family trains, and trains what it serves. What is ours in a backward pass
+    is the attention and the states, which the notes of docs/families.md tell apart, and what is kept of norms and gates
+    (models/kept_inputs.py): one family of each; `make sweeps` has all.
     """
     loaded, fresh = model(kind), own(kind)
     shared, tails = prompt(5, 14), [prompt(6, 10), prompt(7, 7)]

@@ -455,7 +455,7 @@ def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
     )
     # a recurrence adds up in another order; Gemma 4 rounds more, over text alone 2e-6
     limit = 1e-5 if m.state_bytes or "gemma4" in kind else 1e-6
-    for order, budget, share in ((groups[::-1], 10**6, True), (groups, 40, True), (groups, 25, False)):
+    for order, budget, share in ((groups[::-1], 10**6, True), (groups, 40, True)):
         got = gradient(t, ROW, batch_of(order), budget=budget, share=share)
         assert (got - exact).norm() <= limit * exact.norm()
 

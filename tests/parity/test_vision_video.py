@@ -207,7 +207,7 @@ def test_the_gradient_over_videos_does_not_depend_on_the_cut(kind):
     groups = groups_with_images(m, frames=2)
     exact = gradient(t, ROW, batch_of(groups), budget=1, share=False)
     assert exact.norm() > 0
-    for budget, share in ((10**6, True), (40, True), (25, False)):
+    for budget, share in ((10**6, True), (40, True)):
         got = gradient(t, ROW, batch_of(groups), budget=budget, share=share)
         assert (got - exact).norm() <= 1e-5 * exact.norm()
 

@@ -212,8 +212,8 @@ def test_more_tokens_in_the_place_of_one_in_chunks(monkeypatch):
 
 
 def test_a_run_centers_stores_what_it_needs_and_refuses_without_it(tmp_path):
-    run(tmp_path, algo={"kind": "score_centering", "surrogate": {"top": 5}}, loop__steps=2)
-    found = [t for g in store.groups_of(store.read_step(tmp_path, 8)) for t in g.trajectories if t.written]
+    run(tmp_path, algo={"kind": "score_centering", "surrogate": {"top": 5}}, loop__steps=2, loop__warmup__steps=1)
+    found = [t for g in store.groups_of(store.read_step(tmp_path, 3)) for t in g.trajectories if t.written]
     assert found and all(len(t.behavior_top) == len(t.tokens) for t in found)
     ids, logprobs = found[0].behavior_top[-1]
     assert len(ids) == len(logprobs) == 5

@@ -108,6 +108,7 @@ def test_a_tiny_run_of_criteria(tmp_path):
         model__teacher=HINTS,
         task__reward={"kind": "combine", "parts": {"number": {"kind": "number", "weight": 1.0}}},
         loop__steps=2,
+        loop__warmup__steps=1,
     )
     assert store.stored_steps(tmp_path)
 

@@ -145,8 +145,8 @@ def test_the_trainer_regresses_on_what_was_drawn_in_any_split():
 @pytest.mark.parametrize("estimator,knobs", [("mc", {"draws": 5}), ("topk", {}), ("binary", {})])
 def test_a_tiny_run_of_single_answers(tmp_path, estimator, knobs):
     algo = {"kind": "klpo", "group_size": 1, "surrogate": {"estimator": estimator, **knobs}}
-    run(tmp_path, algo=algo, loop__steps=2)
-    found = [t for g in store.groups_of(store.read_step(tmp_path, 8)) for t in g.trajectories if t.written]
+    run(tmp_path, algo=algo, loop__steps=2, loop__warmup__steps=1)
+    found = [t for g in store.groups_of(store.read_step(tmp_path, 3)) for t in g.trajectories if t.written]
     assert found and all((t.behavior_top is None) == (estimator == "binary") for t in found)
 
 

@@ -147,5 +147,5 @@ def test_a_flow_has_no_vocabulary_to_learn(tmp_path):
     ids=["opsa", "ssd"],
 )
 def test_a_tiny_run_moves_the_weights(tmp_path, changes):
-    card = run(tmp_path, loop__steps=2, **changes)
-    assert card["steps"] == 8 and store.stored_steps(tmp_path)
+    card = run(tmp_path, loop__steps=2, loop__warmup__steps=2, **changes)
+    assert card["steps"] == 4 and store.stored_steps(tmp_path)
