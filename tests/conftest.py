@@ -19,20 +19,10 @@ import pytest
 import torch
 
 from rondel.models.native_library import chosen_library
-from rondel.runtime.cluster import forkserver
 from rondel.system import process_memory
 
 process_memory.LEAST_RESIDENT = 1 << 40  # the heap of a thousand tests is not searched after every step of one
 
-
-def _start_nursery():
-    """By a fork, where an interpreter of its own would import torch and transformers once more."""
-    from kits.nursery import start_forked
-
-    return start_forked()
-
-
-forkserver.start_server = _start_nursery
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,34 +1,28 @@
-"""Rows learn the tiny task: from one supervised start, twelve steps, into a band around what was measured from there
-(0.69 of 0.57; 0.59 with lr = 1e-9). `rondel bench rows` has every row, from several longer starts.
+"""Rows learn the tiny task from one supervised start: in a few steps a share of what was still wrong. The start is chaotic, so
+it has another reward with other last bits (0.40 to 0.74 by what computes). Measured from several: GRPO 0.21 to 0.28, PPO
+0.13 to 0.56, an adapter over four bits 0.22 to 0.44; with lr = 1e-9, six runs, -0.09 to 0.05. `rondel bench rows` has every
+row, from several longer starts.
 """
 
 from __future__ import annotations
 
-import asyncio
-import random
+import os
 from collections.abc import Iterator
 
 import pytest
+from filelock import FileLock
 
 from guess import Guess
-from kits.once import made_once
 from kits.runs import RECIPE
 from kits.sweeps import covering
-from kits.train import batch, row, step, trainer
 from rondel.assemble import train
 from rondel.core.config.job import Job
-from rondel.core.types import Group, Sampling, Score
-from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.demonstrations import Demonstrate
-from rondel.generate.envs.sources import load_tasks
-from rondel.models.load import load_model
-from rondel.models.save import save_model
 from rondel.runtime.journal.log import read
 
 pytestmark = pytest.mark.slow
 # the others are left to `rondel bench rows`: with one update a step gspo and reinforce_pp end here where grpo does, to the digit
 ROWS = {"grpo": 0, "dapo": 1, "cispo": 0, "rloo": 1}  # -> the seed of what follows the start
-BAND = 0.66, 0.97  # mean reward of the last five steps
+LEARNED = 0.1  # of what is wrong in the first steps, at least
 SHORT = {"loop.steps": 12, "loop.warmup.steps": 0, "algo.group_size": 8}
 COMMON = {"run.sinks": [], "place.threads": 1, "run.checkpoint.every": 0, "task.data.holdout": 10, "task.eval.every": 0}
 
@@ -48,26 +42,16 @@ def learn(folder, changes, recipe=RECIPE) -> list[float]:
     return curve
 
 
-def supervise(folder, steps=160, rows=32) -> None:
-    """The supervised phase of the recipe without the loop around it: the trainer alone, over the same demonstrations."""
-    job, algo = Job.read(RECIPE, COMMON), row("sft")
-    loaded, tasks = load_model(job.model.path, dtype="float32"), load_tasks(job.task.data, env="single_turn").train
-    shown = []
-    for task in tasks:
-        chat = TokenChat(loaded.tokenizer, None, sampling=Sampling(max_tokens=4), key=int, max_context=64)
-        shown.append(asyncio.run(Demonstrate().run(task, chat)))
-        shown[-1].score = Score(1.0)
-    learner, chance = trainer(loaded, algo, lr=3e-3), random.Random(0)
-    for _ in range(steps):
-        groups = [Group(i, tasks[n], [shown[n]], 0) for i, n in enumerate(chance.sample(range(len(shown)), rows))]
-        step(learner, batch(groups, algo), algo)
-    save_model(loaded, folder)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def start(tmp_path_factory):
-    """The folder of a model that is right about half the time."""
-    return made_once(tmp_path_factory, "start", supervise)
+    """The folder of a model that is right about half the time, made once for all workers."""
+    base = tmp_path_factory.getbasetemp()  # without workers, what is above it holds what older sessions left
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "learning-start"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            learn(folder, {"loop.seed": 0, "loop.steps": 0, "loop.warmup.steps": 145})
+            (folder / "done").touch()
+    return max((folder / "checkpoints").glob("step-*"))
 
 
 # what dapo adds to the loop (refills, a reward that is shaped, a count over the step's tokens) is in laws 3 and 9
@@ -77,7 +61,7 @@ def test_a_row_learns(tmp_path, start, kind, seed):
     curve = learn(tmp_path, SHORT | {"loop.seed": seed, "model.path": str(start)}, recipe)
     begin, end = sum(curve[:5]) / 5, sum(curve[-5:]) / 5
     print(f"CURVE {kind}, seed {seed}: {begin:.2f} -> {end:.3f}")
-    assert begin + 0.05 < end and BAND[0] <= end <= BAND[1]
+    assert begin + LEARNED * (1 - begin) < end < 0.97
 
 
 def test_ppo_learns(tmp_path, start):
@@ -86,7 +70,7 @@ def test_ppo_learns(tmp_path, start):
     curve = learn(tmp_path, changes | {"model.path": str(start)}, RECIPE.with_name("ppo.toml"))
     begin, end = sum(curve[:5]) / 5, sum(curve[-10:]) / 10
     print(f"CURVE ppo: {begin:.2f} -> {end:.3f}")
-    assert begin + 0.05 < end and BAND[0] <= end <= BAND[1]
+    assert begin + LEARNED * (1 - begin) < end < 0.97
 
 
 def test_an_adapter_over_four_bits_learns(tmp_path, start):
@@ -95,8 +79,7 @@ def test_an_adapter_over_four_bits_learns(tmp_path, start):
     curve = learn(tmp_path, SHORT | {"loop.seed": 0, "loop.steps": 14, "model.path": str(start), **adapter})
     begin, end = sum(curve[:5]) / 5, sum(curve[-5:]) / 5
     print(f"CURVE qlora: {begin:.2f} -> {end:.3f}")
-    # rounding costs the start 0 to 0.05, by what it is on this processor: 0.58 -> 0.689 and 0.72 -> 0.785 were measured
-    assert begin + 0.03 < end and BAND[0] - 0.05 <= end <= BAND[1]
+    assert begin + LEARNED * (1 - begin) < end < 0.97
 
 
 class TwoGuesses(Guess):

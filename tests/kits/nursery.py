@@ -7,11 +7,8 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import socket
 import subprocess
 import time
-from multiprocessing.reduction import DupFd
-from typing import Any
 
 from rondel.runtime.cluster import forkserver
 
@@ -63,37 +60,3 @@ def fork_nursery() -> None:
     ordinary, prepared = forkserver.start_server, [(ours, Nursery(pid))]
     forkserver.start_server = lambda: prepared.pop() if prepared else ordinary()  # type: ignore[assignment]
     atexit.register(lambda: [nursery.end() for _, nursery in prepared])
-
-
-class Served:
-    """The part of `subprocess.Popen` that is asked of a fork server, of a process that the clean server forked."""
-
-    def __init__(self, process: Any) -> None:
-        self.process, self.pid, self.kill = process, process.pid, process.kill
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        self.process.join(timeout)
-        return self.process.exitcode
-
-
-def start_forked() -> tuple[socket.socket, Served]:
-    """In place of `forkserver.start_server`: for the process of the tests itself. The ordinary start is that of the controllers
-    in tests/e2e/test_process.py.
-    """
-    from kits.runs import context
-
-    ours, theirs = forkserver.socket_pair()
-    with theirs:
-        process = context.Process(target=_serve, args=(DupFd(theirs.fileno()),), daemon=True)
-        process.start()
-    return ours, Served(process)
-
-
-def _serve(end: Any) -> None:
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):
-        os.dup2(nothing, number)
-    forkserver.main(end.detach())

@@ -20,7 +20,6 @@ from rondel.models import names
 from rondel.models.collectives import RankGroup, gather_columns
 from rondel.models.deferred_weights import fill_parameters
 from rondel.models.expert_parallel import cut_experts, expert_parameters
-from rondel.models.head import LMHead
 from rondel.models.load_check import PARITY, CountingLayout
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.packed_layout import PackedSegment
@@ -96,7 +95,7 @@ def cut_for_serving(
 
         fill_parameters(model, model, read)
     model.to(device)  # still with gradients: packed copies of frozen weights are never made again (models/linear.py)
-    head = replace(LMHead.from_model(model), part=cuts.vocabulary)
+    head = replace(loaded.head.of_copy(model), part=cuts.vocabulary)
     return ServingPart(replace(loaded, head=head, weights=None), cuts, module, checkpoint, vocabulary, token_count)
 
 

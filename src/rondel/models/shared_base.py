@@ -15,7 +15,6 @@ from rondel.core.errors import ModelError
 from rondel.models import adapter_files, linear
 from rondel.models.adapter_rows import AdapterWeights
 from rondel.models.adapter_state import NAME
-from rondel.models.head import LMHead
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -36,7 +35,7 @@ def share_base(base: LoadedModel) -> LoadedModel:
     base.model.requires_grad_(False)
     shared = [*base.model.parameters(), *base.model.buffers(), *linear.packed_linears(base.model)]
     model = copy.deepcopy(base.model, {id(one): one for one in shared})
-    return replace(base, model=model, head=LMHead.from_model(model), bank=None)
+    return replace(base, model=model, head=base.head.of_copy(model), bank=None)
 
 
 def adapter_weights(name: str, loaded: LoadedModel) -> AdapterWeights:

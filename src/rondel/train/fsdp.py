@@ -141,7 +141,7 @@ class FsdpRank(SingleRank):
                 expected = logprobs_of(loaded, probe)
             self._shard_model(loaded)
         cuts, stage = self._cuts.get(model), self._stages.get(model)
-        head = replace(LMHead.from_model(model), part=cuts.vocabulary if cuts else None)
+        head = replace(loaded.head.of_copy(model), part=cuts.vocabulary if cuts else None)
 
         def enter_with_head(work: Callable[[LMHead], Any]) -> Any:
             return model.enter_pass(

@@ -17,6 +17,7 @@ from pathlib import Path
 from rondel.runtime import busy
 from rondel.system.threads import current_frames
 
+EVENT_LOOP = asyncio.base_events.__file__
 TURN = 0.2  # seconds between two looks at the event loop
 COMPUTES = 0.01  # share of a processor above which a process computes
 MOVES = 1 << 16  # bytes read or written between two signs that are more than the signs themselves
@@ -61,7 +62,8 @@ class WorkerProgress:
     def _waits_for_others(self) -> bool:
         named = {thread.ident for thread in threading.enumerate() if thread.name.startswith("rondel-")}
         for ident, frame in current_frames().items():
-            while frame is not None and ident in named | {self._loop}:
+            # beneath an event loop is who started this process, which may be multiprocessing
+            while frame is not None and ident in named | {self._loop} and frame.f_code.co_filename != EVENT_LOOP:
                 if any(place in frame.f_code.co_filename for place in ELSEWHERE):
                     return True
                 frame = frame.f_back  # type: ignore[assignment]

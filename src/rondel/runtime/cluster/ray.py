@@ -302,8 +302,8 @@ class WorkerActor:
             events.append(self.told.get())
         return events
 
-    async def call(self, verb: str, words: bytes) -> tuple[str, Any]:
-        """`words` are packed here and not by Ray, whose arrays cannot be written to."""
+    async def call(self, verb: str, words: bytes, after: object = None) -> tuple[str, Any]:
+        """`words` are packed here and not by Ray, whose arrays cannot be written to. Ray begins it when it has what `after` names."""
         try:
             args, how = cloudpickle.loads(words)
             if not verb:
@@ -327,7 +327,7 @@ class RayWorker(RemoteWorker):
         super().__init__(name, patience)
         self._actor = actor
         self._refs: dict[int, Any] = {}
-        self._process = actor.find_process.remote()  # before it is built, when it answers nothing
+        self._process = actor.find_process.remote()
         self._activity: ProcessActivity | None = None  # if it is on this machine
         self._made = self.ask("", make, args)
         self._closed = threading.Event()
@@ -359,7 +359,9 @@ class RayWorker(RemoteWorker):
             self._actor.dump.remote()
 
     def _send_call(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
-        ref = self._refs[number] = self._actor.call.remote(verb, cloudpickle.dumps((args, how)))
+        # one that is built answers nothing, and Ray does not keep the order of calls
+        after = None if verb else self._process
+        ref = self._refs[number] = self._actor.call.remote(verb, cloudpickle.dumps((args, how)), after)
         ref.future().add_done_callback(lambda done: self._on_answer(number, done))
 
     def _cancel_call(self, number: int) -> None:
