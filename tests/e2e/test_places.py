@@ -143,7 +143,7 @@ def test_a_mode_runs_on_two_ranks_on_ray_and_a_killed_engine_comes_back(tmp_path
     changes |= {"place__kind": "split", "place__cluster": "ray", "place__ranks": 2}
     stop = subscribe(strike)
     try:
-        train(tiny(tmp_path, **changes, place__patience=30.0), quiet=True, built=parts.append)
+        train(tiny(tmp_path, **changes, place__patience=12.0), quiet=True, built=parts.append)
     finally:
         stop()
     check(tmp_path, staleness=1, total=8)
