@@ -134,6 +134,8 @@ def deployed(worker: Worker, engines: int, update: WeightUpdate) -> SimpleNamesp
 
     router = EngineRouter(remotes, max_inflight=4, patience=5.0, restartable=remotes)
     placed = SimpleNamespace(engine=router, remotes=remotes, lost=no_lost_rank, bring_back_lost=router.bring_back_lost)
-    placed.may_lose_engines = True
+    placed.new_engine, placed.may_lose_engines = None, True
+    for told, wanted in ((Deployment.may_lose_engines, True), (Deployment.stays_whole, False)):
+        assert told.fget(placed) is wanted, "an update of engines that may end needs its delivery"
     placed.restart_engines = partial(Deployment.restart_engines, placed)
     return placed

@@ -50,6 +50,7 @@ def ends(trainers, engines):
     update = WeightUpdate(
         TransportChoice(trainers), probe=PROBE, score=score, tolerance=1e-4, moved=lambda: True, deadline=20.0
     )
+    assert update.has_ways
     return trainer, e, update, WeightDelivery(update, Nothing())
 
 
