@@ -17,6 +17,7 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"once-{name}"
     with FileLock(f"{folder}.lock"):
         if not folder.with_suffix(".done").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # what one that failed has left
             make(folder)
             folder.with_suffix(".done").touch()
     own = factory.mktemp(name) / "own"

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from kits.engine import ask, engine, idle, prompt, tiny
 from kits.remote import Trainer, made
+from kits.runs import context
 from kits.workers import NeverRead, Part, SlowPart, alive, time_waster
 from rondel.assemble.remote_workers import RemoteTrainer
 from rondel.buffer import Buffer
@@ -35,6 +36,7 @@ from rondel.runtime.cluster import process
 from rondel.runtime.cluster.forkserver import NEVER_BORN, ForkedProcess
 from rondel.runtime.cluster.process import ProcessCluster, ProcessWorker
 from rondel.runtime.cluster.process_activity import ProcessActivity
+from rondel.runtime.cluster.progress import WorkerProgress
 from rondel.runtime.stacks import SIGNAL, StackDumper, format_thread_stacks
 from rondel.system.threads import current_frames
 from rondel.train.fsdp import FsdpRank
@@ -382,6 +384,22 @@ def test_a_rank_that_loads_while_it_joins_has_the_time_of_one_that_is_built(clus
     assert [join.result(30) for join in joins] == ["has come"] * 2
     with pytest.raises(SilentError, match=r"no sign of life .* asked for: step"):
         first.ask("step", 60.0).result(30)
+
+
+def _end_by_idle_sign() -> None:
+    async def look() -> bool:
+        return WorkerProgress()._waits_for_others()
+
+    os._exit(asyncio.run(look()))
+
+
+@pytest.mark.slow
+def test_who_started_a_worker_is_nobody_it_waits_for():
+    """Beneath the event loop of this one are functions of multiprocessing, which would excuse it for ever."""
+    child = context.Process(target=_end_by_idle_sign)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
 
 
 @LINUX

@@ -25,6 +25,7 @@ from rondel.models import names
 from rondel.models.adapter_bank import AdapterBank
 from rondel.models.adapter_rows import AdapterWeights
 from rondel.models.adapters import add_adapter
+from rondel.models.aligned_numerics import align_numerics
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.shared_base import adapter_weights, share_base
@@ -59,6 +60,13 @@ def stored(folder: Path, policy: str = "") -> dict[str, torch.Tensor]:
     tensors = {f"{path.stem}/{key}": t for path in own.glob("*.safetensors") for key, t in load_file(path).items()}
     del tensors["optimizer/rng"]  # of the process: nothing here draws from it, and loading does
     return tensors
+
+
+def test_who_shares_an_aligned_base_is_aligned():
+    base = tiny_model("llama")
+    align_numerics(base)
+    shared = share_base(base)
+    assert shared.aligned and shared.head.aligned
 
 
 @pytest.mark.slow
