@@ -163,11 +163,12 @@ def decode_batch(shared: bool) -> DecodeBatch:
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_attention_of_a_decode_step(dtype, plain):
+@pytest.mark.parametrize("reach", [{}, {"window": 4}, {"window": 23}, {"chunk": 3}, {"window": 20, "chunk": 16}])
+def test_attention_of_a_decode_step(reach, dtype, plain):
     q, keys, values = (
         drawn(*s, seed=i, dtype=dtype).detach() for i, s in enumerate([(4, 6, 64), (2, 300, 64), (2, 300, 64)])
     )
-    rule = ScoreRule(0.125)
+    rule = ScoreRule(0.125, **reach)
     whole, families = (decode_batch(shared).attend(q, keys, values, rule) for shared in (False, True))
     assert torch.equal(whole, families)
     batch = decode_batch(False)

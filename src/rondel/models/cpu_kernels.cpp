@@ -5,6 +5,7 @@
 // sums of a row are taken in one order, and sums over rows in blocks of a fixed size.
 // Roundings are those of the modules of transformers. cpu_kernels.py has the formulas and calls these.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -357,9 +358,16 @@ template <int bit> inline void fold(lanes_t *rows) {
 struct Contexts {
     const int64_t *own, *lengths, *prefix, *shared, *place;  // as in paged_layout.py: DecodeBatch; prefix may be null
     int64_t own_width, prefix_width, members;
+    int64_t window, chunk;  // as in dense_attention.py: ScoreRule; 0 for none
+
+    // The first position that the last of `count` tokens sees.
+    int64_t first_seen(int64_t count) const {
+        int64_t near = window && window < count ? count - window : 0;
+        return chunk ? std::max(near, (count - 1) / chunk * chunk) : near;
+    }
 };
 
-// One request and key head: `repeats` queries over its tokens, 16 at a time, always from the first one on.
+// One request and key head: `repeats` queries over the tokens they see, 16 at a time, always from the first one on.
 template <class T>
 void decode_one(const T *q, const T *keys, const T *values, T *out, const int64_t *slots, int64_t count,
                 int64_t repeats, int64_t size, float scale, lanes_t *room) {
@@ -427,10 +435,11 @@ void decode(const T *q, const T *keys, const T *values, T *out, Contexts at, int
 #pragma omp for schedule(static)
         for (int64_t job = 0; job < rows * heads; job++) {
             int64_t row = job / heads, head = job % heads, family = at.prefix ? at.place[row] / at.members : 0;
-            int64_t above = at.prefix ? at.shared[family] : 0, count = above + at.lengths[row];
+            int64_t above = at.prefix ? at.shared[family] : 0, all = above + at.lengths[row], from = at.first_seen(all);
+            int64_t count = all - from;
             slots.resize(count);
-            for (int64_t t = 0; t < above; t++) slots[t] = at.prefix[family * at.prefix_width + t];
-            for (int64_t t = above; t < count; t++) slots[t] = at.own[row * at.own_width + t - above];
+            for (int64_t t = from; t < all; t++)
+                slots[t - from] = t < above ? at.prefix[family * at.prefix_width + t] : at.own[row * at.own_width + t - above];
             room.resize(2 * repeats * size + LANES * size + repeats * (count + LANES) + LANES);
             lanes_t *aligned = (lanes_t *)(((uintptr_t)room.data() + sizeof(lanes_t) - 1) / sizeof(lanes_t) * sizeof(lanes_t));
             int64_t first = (row * heads + head) * repeats * size;
@@ -521,9 +530,9 @@ void rondel_logprob_backward(int code, const float *z, const int64_t *target, co
 
 void rondel_decode(int code, const void *q, const void *keys, const void *values, void *out, const int64_t *own,
                    const int64_t *lengths, const int64_t *prefix, const int64_t *shared, const int64_t *place,
-                   int64_t own_width, int64_t prefix_width, int64_t members, int64_t rows, int64_t heads,
-                   int64_t repeats, int64_t size, int64_t pages, float scale, int threads) {
-    Contexts at{own, lengths, prefix, shared, place, own_width, prefix_width, members};
+                   int64_t own_width, int64_t prefix_width, int64_t members, int64_t window, int64_t chunk,
+                   int64_t rows, int64_t heads, int64_t repeats, int64_t size, int64_t pages, float scale, int threads) {
+    Contexts at{own, lengths, prefix, shared, place, own_width, prefix_width, members, window, chunk};
     if (code) decode((const bf16 *)q, (const bf16 *)keys, (const bf16 *)values, (bf16 *)out, at, rows, heads, repeats, size, pages, scale, threads);
     else decode((const float *)q, (const float *)keys, (const float *)values, (float *)out, at, rows, heads, repeats, size, pages, scale, threads);
 }

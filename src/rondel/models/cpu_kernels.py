@@ -253,11 +253,11 @@ def takes_mask(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> bool:
     return _is_softmax(rule) and q.dtype == k.dtype == v.dtype and has_kernels(q, k, v)
 
 
-def takes_pools(q: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule, longest: int) -> bool:
-    """Whether `attend_decode` computes it, over contexts of at most `longest` tokens."""
+def takes_pools(q: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule) -> bool:
+    """Whether `attend_decode` computes it."""
     return (
         _is_softmax(rule)
-        and rule.sees_all(longest)
+        and rule.chosen is None
         and q.shape[-1] == keys.shape[-1] == values.shape[-1]
         and not q.shape[-1] % LANES
         and q.dtype == keys.dtype == values.dtype
@@ -319,9 +319,9 @@ class DecodeContexts(NamedTuple):
     members: int  # of each family
 
 
-def attend_decode(q: Tensor, keys: Tensor, values: Tensor, contexts: DecodeContexts, scale: float) -> Tensor:
-    """q [B,H,D] over pools [K,pages,D] -> [B,H,D]; every context whole, in the order of its tokens, so that who shares a
-    prefix with whom changes no bits.
+def attend_decode(q: Tensor, keys: Tensor, values: Tensor, contexts: DecodeContexts, rule: ScoreRule) -> Tensor:
+    """q [B,H,D] over pools [K,pages,D] -> [B,H,D]; all that a request sees of its context, in the order of its tokens, so
+    that who shares a prefix with whom changes no bits.
     """
     q, (own, lengths, prefix, *family, members) = q.contiguous(), contexts
     out, heads = torch.empty_like(q), len(keys)
@@ -329,6 +329,7 @@ def attend_decode(q: Tensor, keys: Tensor, values: Tensor, contexts: DecodeConte
     library().rondel_decode(
         CODES[q.dtype], q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
         *(0 if x is None else x.data_ptr() for x in places), own.shape[1], 0 if prefix is None else prefix.shape[1],
-        members, len(q), heads, q.shape[1] // heads, q.shape[2], keys.shape[1], scale, torch.get_num_threads(),
+        members, rule.window or 0, rule.chunk or 0, len(q), heads, q.shape[1] // heads, q.shape[2], keys.shape[1],
+        rule.scale, torch.get_num_threads(),
     )  # fmt: skip
     return out

@@ -47,7 +47,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_logprob_backward": [CODE, *[PLACE] * 8, WHOLE, WHOLE, REAL, REAL, THREADS],
     "rondel_add": [PLACE, PLACE, WHOLE, THREADS],
     "rondel_join": [PLACE, PLACE, PLACE, WHOLE, THREADS],
-    "rondel_decode": [CODE, *[PLACE] * 9, *[WHOLE] * 8, REAL, THREADS],
+    "rondel_decode": [CODE, *[PLACE] * 9, *[WHOLE] * 10, REAL, THREADS],
 }
 
 

@@ -123,11 +123,10 @@ class DecodeBatch:
         its queries R: no copy of the keys.
         """
         rows, heads, size = len(q), len(keys), values.shape[-1]
-        longest = self.own.shape[1] + (0 if self.prefix is None else self.prefix.shape[1])
-        if takes_pools(q, keys, values, rule, longest):
+        if takes_pools(q, keys, values, rule):
             members = 1 if self.grid is None else self.grid.shape[1]
             contexts = DecodeContexts(self.own, self.lengths, self.prefix, self.shared, self.place, members)
-            return attend_decode(q, keys, values, contexts, rule.scale)
+            return attend_decode(q, keys, values, contexts, rule)
         folded = q.view(rows, heads, -1, q.shape[-1]).transpose(0, 1).flatten(0, 1)  # [K*B,R,D]
         repeats = folded.shape[1]
         k, v = read_kv(self.near, keys, values)
