@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=100, help="tokens of each when it begins")
     parser.add_argument("--new", type=int, default=20, help="tokens of each, so steps of a round")
     parser.add_argument("--rounds", type=int, default=2, help="of module and compiled in turn")
+    parser.add_argument("--passes", nargs="+", default=["module", "compiled"], choices=["module", "compiled"])
     parser.add_argument("--profile", type=int, default=8, help="requests running where shares are taken; 0 is none")
     parser.add_argument("--threads", type=int, default=0, help="0 is all cores")
     parser.add_argument("--json", action="store_true")
@@ -57,7 +58,10 @@ def main(argv: list[str] | None = None) -> None:
     sizes = [int(n) for n in a.running.split(",")]
     most = max(*sizes, a.profile)
     engine = BuiltinEngine(loaded, run=device.run, kv_pages=most * (a.context + a.new + 64), max_running=most)
-    passes = {"module": loaded.hidden_states, "compiled": device.call(serving_pass, loaded, most).hidden_states}
+    passes = {"module": loaded.hidden_states}
+    if "compiled" in a.passes:
+        passes["compiled"] = device.call(serving_pass, loaded, most).hidden_states
+    passes = {name: passes[name] for name in a.passes}
 
     def round_of(name: str, running: int, seed: int) -> float:
         engine.runner.hidden = passes[name]

@@ -23,7 +23,7 @@ def test_files_of_a_steady_step(tmp_path, monkeypatch):
     )
     threading.setprofile(note_call)
     sys.setprofile(note_call)
-    run(tmp_path, loop__steps=4, loop__warmup__steps=0)
+    run(tmp_path, loop__steps=4, loop__warmup__steps=0, run__checkpoint__every=0)  # 49 of the recipe's 50 steps write none
     sys.setprofile(None)
     forget()
-    assert 60 < len(seen) <= 73, sorted(seen)
+    assert 60 < len(seen) <= 71, sorted(seen)
