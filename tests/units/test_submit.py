@@ -90,7 +90,7 @@ FAKES = {  # what the scripts call, each writing down what it was asked
     "getent": 'case "$2" in n0) echo "10.0.0.7 STREAM n0";; *) echo "10.0.0.1${2#n} STREAM $2";; esac',
     "ray": 'if [ "$1" = start ]; then sleep 1; fi',
     "torchrun": "exit 0",
-    "rondel": "exit 0",
+    "rondel": 'echo "rondel $* ${RAY_AUTH_MODE:-} ${RAY_AUTH_TOKEN:-}" >> "$CALLS"',
 }
 
 
@@ -133,10 +133,10 @@ def test_a_batch_script_starts_what_it_should_where_it_should(tmp_path, way):
             assert f"--address=10.0.0.7:6379 --node-ip-address={own} --num-gpus=4" in c
         asked = [c.split()[:4] for c in calls if "getent" in c]
         assert ["n2", "getent", "ahosts", "n0"] in asked, "the address by which others reach it"
-        last = calls[-1] if "rondel train" in calls[-1] else next(c for c in calls if "rondel train" in c)
-        token = re.search(r" token ([0-9a-f]{64})$", last)
+        (run,) = (c for c in calls if "rondel train" in c)
+        token = re.search(r" token ([0-9a-f]{64})$", run)
         assert token and all(c.endswith(token[0]) for c in started), "who has no token runs no code on the nodes"
-        assert last.startswith("n0 rondel train") and "--place.ranks=10" in last and "--place.cluster=ray:auto" in last
+        assert run.startswith("rondel train") and "--place.ranks=10" in run and "--place.cluster=ray:auto" in run
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
@@ -302,13 +302,21 @@ def test_a_job_of_slurm_is_submitted_asked_about_and_cancelled(tools, tmp_path, 
     assert "slurm job 41, submitted" in (said := capfd.readouterr().out) and "RUNNING 0:12" in said
     assert "runs/a has job 41 already (RUNNING" in refused(capfd, *given)
     submit("runs/a", "--cancel")
-    tools("squeue", "exit 1")  # has forgotten the number
+    tools("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    assert "Unable to contact" in refused(capfd, *given), "a job that one cannot ask about is not over"
+    tools("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")  # forgotten
+    tools("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    submit("runs/a", "--status")
+    assert "no longer in the queue" in capfd.readouterr().out
     tools("sacct", "echo ' COMPLETED      0:0   00:10:02 '")
     (tmp_path / "runs/a/submit/slurm-41.log").write_text("step 1\n")
     submit(*given[:2], "--logs")
     assert "step 1" in capfd.readouterr().out
     submit("runs/a", "--status")
     assert "COMPLETED 0:0 00:10:02" in capfd.readouterr().out
+    tools("squeue", "echo 'CANCELLED 0:12 of 1:00:00, 2 nodes, n[0-1]'")  # for some minutes
+    submit("runs/a", "--status")
+    assert "CANCELLED 0:12" in capfd.readouterr().out
     tools("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     assert "sbatch --parsable refused (exit 1): sbatch: error: invalid partition" in refused(capfd, *given)
     calls = (tmp_path / "calls").read_text()
