@@ -36,6 +36,9 @@ SelectTypeParameters=CR_Core_Memory
 DefMemPerCPU=100
 GresTypes=gpu
 KillWait=30
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
 ReturnToService=2
 SlurmdTimeout=20
 StateSaveLocation={folder}/state
@@ -43,7 +46,8 @@ SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 {nodes}
-PartitionName=main Nodes=ALL Default=YES
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=120
+PartitionName=urgent Nodes=ALL PriorityTier=2
 """
 
 
@@ -55,7 +59,9 @@ def missing() -> str:
 
 
 class SlurmCluster:
-    """It. The nodes have 2 CPUs each; a job that asks for no memory gets 100 MiB a CPU."""
+    """It. The nodes have 2 CPUs each; a job that asks for no memory gets 100 MiB a CPU. Jobs of the partition urgent
+    preempt those of main, which are told 120 s before.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.nodes = folder, list[nodes.Node]()
@@ -81,7 +87,10 @@ class SlurmCluster:
             self._start("slurmctld", 0, "-D")
             for i, (name, _) in enumerate(NODES):
                 self._start("slurmd", i, "-D", "-N", name)
-            self.wait_for("two idle nodes", lambda: self.run("sinfo", "--noheader", "--format=%T %D") == "idle 2\n")
+            self.wait_for(
+                "two idle nodes",
+                lambda: self.run("sinfo", "--noheader", "--partition=main", "--format=%T %D") == "idle 2\n",
+            )
             self._ends = self._ends.pop_all()
         return self
 
@@ -111,7 +120,13 @@ class SlurmCluster:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        names = ("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"), ("seed-file", "seed"), ("log-file", "text")
+        names = (
+            ("key-file", "key"),
+            ("socket", "socket"),
+            ("pid-file", "pid"),
+            ("seed-file", "seed"),
+            ("log-file", "text"),
+        )
         return [f"--{option}={self.folder}/munge.{name}" for option, name in names]
 
     def _start(self, tool: str, node: int, *words: str) -> None:

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kits.submits import RECIPE, layout
 from rondel.cli import main, read_job
 from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 from rondel.planner.cluster_layout import ClusterLayout
 from rondel.planner.kubernetes_job import PodSettings, indexed_job, kuberay
-from rondel.planner.slurm_script import slurm_script
+from rondel.planner.slurm_script import limit_seconds, slurm_script
 from rondel.runtime.cluster.schedulers import submitted_job
 
 ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "recipes" / "quickstart.toml"
 # https://ray-project.github.io/kuberay/reference/api/ (v1.4; authOptions: since
 # v1.5.1), required: of the CRDs since v1.0
 FIELDS = {
@@ -35,11 +35,6 @@ REQUIRED = {
     "HeadGroupSpec": {"rayStartParams", "template"},
     "WorkerGroupSpec": {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"},
 }
-
-
-def layout(nodes: int, gpus: int, *overrides: str, way: str = "ray", recipe: Path = RECIPE) -> ClusterLayout:
-    place = ("--place.kind=split", f"--place.cluster={way}")
-    return ClusterLayout(recipe, read_job(str(recipe), *overrides, *place)[0], nodes, gpus, overrides).check_layout(way)
 
 
 def trained(text: str) -> Job:
@@ -61,6 +56,7 @@ def test_a_batch_script_is_good_shell_and_fills_the_cluster(tmp_path, way, nodes
         assert done.returncode == 0, done.stdout
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.MULTILINE))
     assert (asked["nodes"], asked["gpus-per-node"], asked["ntasks-per-node"]) == (str(nodes), str(gpus), "1")
+    assert asked["mem"] == "0", "all of a node's memory, which --exclusive is not"
     assert text.index("#SBATCH --output") < text.index("set -euo"), "sbatch reads no directive behind the first command"
     job = trained(text)
     assert (job.place.kind, job.place.cluster.partition(":")[0], job.place.engines, job.loop.steps) == (
@@ -241,6 +237,19 @@ def test_nodes_without_gpus_share_the_ranks_of_the_recipe():
     assert "gpus" not in text and "ranks=2\n" in text and trained(text).place.ranks == 4
     with pytest.raises(UserError, match=r"3 ranks on 2 nodes do not, so set place\.ranks to a multiple of 2"):
         layout(2, 0, "--place.ranks=3", way="torchrun")
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("30", 1800), ("30:15", 1815), ("2:00:01", 7201), ("1-12", 129600), ("1-12:30", 131400), ("1-0:0:5", 86405)],
+)
+def test_the_run_is_asked_for_its_checkpoint_before_the_time_is_over(limit, seconds):
+    assert limit_seconds(limit) == seconds, "the formats of sbatch(1)"
+    text = slurm_script(layout(2, 8, way="torchrun"), way="torchrun", directives={"time": limit})
+    before = int(re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", text, re.MULTILINE)[1])
+    assert before == min(300, seconds // 4) and f"SHUTDOWN_TIMEOUT={before * 4 // 5}\n" in text
+    with pytest.raises(UserError, match="--time 1h is no time that SLURM reads: MINUTES"):
+        limit_seconds("1h")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,22 @@ from rondel.planner.cluster_layout import ClusterLayout
 PORT = 6379  # of Ray's head, and Ray's own default
 BEFORE_THE_END = 300  # seconds before --time is over at which the run is asked for its last checkpoint
 LIMITS = "MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, or DAYS-HOURS with :MINUTES and :SECONDS or without"
+WAIT = """\
+code=0
+for one in "${run[@]}"; do
+    status=0
+    wait "$one" || status=$?
+    while kill -0 "$one" 2> /dev/null; do # a signal ended the wait early
+        status=0
+        wait "$one" || status=$?
+    done
+    ((status == 0)) || code=$status
+done
+if ((again)); then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
 
 
 def slurm_script(
@@ -24,7 +40,7 @@ def slurm_script(
     each node's own disk, where the models are copied first.
     """
     directives = directives or {}
-    before = min(BEFORE_THE_END, limit_seconds(directives["time"]) // 4) if "time" in directives else BEFORE_THE_END
+    before = min(BEFORE_THE_END, limit_seconds(directives.get("time", "0")) // 4 or BEFORE_THE_END)
     asked = {
         "job-name": layout.name,
         "nodes": str(layout.nodes),
@@ -73,12 +89,14 @@ rm -f "$seen"
 """
         + (_stage_models(layout, stage) if stage else "")
         + (_with_torchrun(layout, before) if way == "torchrun" else _with_ray(layout))
-        + _wait_for_the_run()
+        + _wait_for_the_run(way)
     )
 
 
 def limit_seconds(limit: str) -> int:
-    """Of SLURM's --time: limit_seconds("1-12") = 129600."""
+    """Of SLURM's --time: limit_seconds("1-12") = 129600; 0: no limit."""
+    if limit.upper() in ("UNLIMITED", "INFINITE"):
+        return 0
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if not found:
         raise UserError(f"--time {limit} is no time that SLURM reads: {LIMITS}")
@@ -111,8 +129,6 @@ def _with_torchrun(layout: ClusterLayout, before: int) -> str:
     return f"""
 # the time to write a checkpoint when the job is asked to end
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={before * 4 // 5}
-# srun would not hand on a SIGTERM but kill what it has started; scancel signals every step, and not this script
-ask_for_the_end() {{ scancel --signal=TERM "$SLURM_JOB_ID"; }}
 port=$((20000 + SLURM_JOB_ID % 20000))
 run=()
 for ((i = 0; i < ${{#nodes[@]}}; i++)); do
@@ -152,30 +168,22 @@ for node in "${{nodes[@]:1}}"; do
     on "$node" ray start --address="$head" --node-ip-address="$(address_of "$node" "$first")"{gpus} --block &
 done
 
-# no step of srun: what ends the steps, Ray's among them, is not for it
-ask_for_the_end() {{ kill -TERM "${{run[@]}}"; }}
+# no step of srun, which could not be asked to end without Ray
 {layout.train_command(str(layout.recipe), "ray:auto")} &
 run=("$!")
 """
 
 
-def _wait_for_the_run() -> str:
-    """Till it ends. Shortly before the job's time is over it writes a checkpoint, and the job is put in line again."""
-    return """
+def _wait_for_the_run(way: str) -> str:
+    """Till it ends. Shortly before the job's time is over it writes a checkpoint, and the job is put in line again.
+
+    srun does not hand on a SIGTERM but kills what it has started; scancel signals every step, and not the script.
+    """
+    ask = 'scancel --signal=TERM "$SLURM_JOB_ID"' if way == "torchrun" else 'kill -TERM "${run[@]}"'
+    return (
+        f"""
 again=0
-trap 'again=1; ask_for_the_end || true' USR1
-code=0
-for one in "${run[@]}"; do
-    status=0
-    wait "$one" || status=$?
-    while kill -0 "$one" 2> /dev/null; do # a signal ended the wait early
-        status=0
-        wait "$one" || status=$?
-    done
-    ((status == 0)) || code=$status
-done
-if ((again)); then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
+trap 'again=1; {ask} || true' USR1
 """
+        + WAIT
+    )
