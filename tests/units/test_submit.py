@@ -333,6 +333,19 @@ def test_a_job_of_slurm_is_submitted_asked_about_and_cancelled(tools, tmp_path, 
     assert "scancel 41\n" in calls and submitted_job(tmp_path / "runs/a").id == "41"
 
 
+def test_a_log_is_followed_until_the_job_is_over(tools, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("rondel.cli.submit.BETWEEN", 0.1)
+    monkeypatch.setattr("rondel.cli.submit.REST", 0.5)
+    given = [str(RECIPE), "--run.folder=runs/a", "--nodes", "2", "--to", "slurm"]
+    tools("sbatch", "echo 41")
+    submit(*given)
+    log = tmp_path / "runs/a/submit/slurm-41.log"
+    first = f"if [ -e {log} ]; then echo step 2 >> {log}; echo COMPLETED; else echo step 1 > {log}; echo RUNNING; fi"
+    tools("squeue", first)
+    submit("runs/a", "--logs")
+    assert capfd.readouterr().out.endswith("step 1\nstep 2\n")
+
+
 @pytest.mark.parametrize(
     ("to", "kind", "running", "ended"),
     [
