@@ -9,6 +9,8 @@ import pytest
 
 from kits import slurm
 from kits.runs import FAST, RECIPE
+from kits.submits import layout
+from rondel.planner.slurm_script import slurm_script
 
 STEPS = 6 + 18  # supervised ones first
 GIVEN = [
@@ -54,3 +56,27 @@ def test_a_job_that_is_preempted_writes_a_checkpoint_and_goes_on_where_it_was(tm
     steps = [int(step) for step in re.findall(r"^step +(\d+)/", log.read_text(), re.MULTILINE)]
     assert steps == list(range(1, STEPS + 1)), "each once, over both times"
     assert f"all steps done after step {STEPS}" in shown
+
+
+def test_steps_share_the_gpus_of_their_node(tmp_path):
+    """Ray, torchrun and rondel are stand-ins that say where they are, and which GPUs they see."""
+    (tmp_path / "bin").mkdir()
+    both = f"until grep -q 'node-b ray' {tmp_path}/calls; do sleep 0.1; done"
+    for name, waits in {"ray": '[ "$1" != start ] || sleep 60', "torchrun": "", "rondel": both}.items():
+        said = f'echo "$(hostname) {name} $1 $CUDA_VISIBLE_DEVICES" >> {tmp_path}/calls'
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{said}\n{waits}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    with slurm.SlurmCluster(tmp_path) as cluster:
+        for number, way in enumerate(("ray", "torchrun"), 1):
+            placed = layout(2, 2, f"--run.folder={tmp_path}/run", way=way)
+            (tmp_path / way).write_text(slurm_script(placed, way=way, bin_folder=str(tmp_path / "bin")))
+            cluster.run("sbatch", f"--output={tmp_path}/out-{way}", way)
+            ended = ("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T")
+            cluster.wait_for(f"end of {way}", lambda: cluster.run(*ended) == "COMPLETED\n")  # noqa: B023
+    calls = (tmp_path / "calls").read_text().splitlines()
+    every = ["node-a ray start 0,1", "node-a ray status 0,1", "node-b ray start 0,1", "node-a rondel train 0,1"]
+    assert set(every) <= set(calls)
+    assert sorted(c for c in calls if "torchrun" in c) == [
+        "node-a torchrun --nnodes 0,1",
+        "node-b torchrun --nnodes 0,1",
+    ]

@@ -59,7 +59,7 @@ def missing() -> str:
 
 
 class SlurmCluster:
-    """It. The nodes have 2 CPUs each; a job that asks for no memory gets 100 MiB a CPU. Jobs of the partition urgent
+    """It. The nodes have 2 CPUs and 2 files for GPUs each; a job that asks for no memory gets 100 MiB a CPU. Jobs of the partition urgent
     preempt those of main, which are told 120 s before.
     """
 
@@ -82,15 +82,13 @@ class SlurmCluster:
             (self.folder / "slurm.conf").write_text(CONF.format(folder=self.folder, nodes="\n".join(rows)))
             (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
             (self.folder / "state").mkdir()
-            self._start("munged", 0, "--foreground", "--force", *self._munge_files())
+            self._start("munged", 0, "--foreground", "--force", *self._munge_options())
             self.wait_for("munged", (self.folder / "munge.socket").exists)
             self._start("slurmctld", 0, "-D")
             for i, (name, _) in enumerate(NODES):
                 self._start("slurmd", i, "-D", "-N", name)
-            self.wait_for(
-                "two idle nodes",
-                lambda: self.run("sinfo", "--noheader", "--partition=main", "--format=%T %D") == "idle 2\n",
-            )
+            idle = ("sinfo", "--noheader", "--partition=main", "--format=%T %D")
+            self.wait_for("two idle nodes", lambda: self.run(*idle) == "idle 2\n")
             self._ends = self._ends.pop_all()
         return self
 
@@ -99,8 +97,7 @@ class SlurmCluster:
 
     def start(self, *words: str | Path, **how: Any) -> subprocess.Popen[Any]:
         """A command on the first node, where the controller is."""
-        inside = ["env", f"--chdir={self.folder}", *words]
-        return self.nodes[0].start(*inside, env=os.environ | {"SLURM_CONF": f"{self.folder}/slurm.conf"}, **how)
+        return self.nodes[0].start("env", f"--chdir={self.folder}", *words, env=self._environment(), **how)
 
     def run(self, *words: str | Path) -> str:
         """What a command on the first node prints, errors included."""
@@ -116,25 +113,22 @@ class SlurmCluster:
                 raise AssertionError("\n".join([f"no {what}; ended: {gone}", *logs]))
             time.sleep(0.1)
 
-    def _munge_files(self) -> list[str]:
-        key = self.folder / "munge.key"
+    def _environment(self) -> dict[str, str]:
+        return os.environ | {"SLURM_CONF": f"{self.folder}/slurm.conf"}
+
+    def _munge_options(self) -> list[str]:
+        key = self.folder / "munge.key-file"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        names = (
-            ("key-file", "key"),
-            ("socket", "socket"),
-            ("pid-file", "pid"),
-            ("seed-file", "seed"),
-            ("log-file", "text"),
-        )
-        return [f"--{option}={self.folder}/munge.{name}" for option, name in names]
+        return [f"--{name}={self.folder}/munge.{name}" for name in ("key-file", "socket", "pid-file", "seed-file")] + [
+            f"--log-file={self.folder}/munge.text"
+        ]
 
     def _start(self, tool: str, node: int, *words: str) -> None:
         name = f"{tool}-{node}"
         with (self.folder / f"{name}.log").open("wb") as log:
-            env = os.environ | {"SLURM_CONF": f"{self.folder}/slurm.conf"}
-            process = self.nodes[node].start(_find(tool), *words, env=env, stdout=log, stderr=log)
-        self._daemons[name] = process
+            how = {"env": self._environment(), "stdout": log, "stderr": log}
+            self._daemons[name] = self.nodes[node].start(_find(tool), *words, **how)
 
     def _wait_for_ends(self) -> None:
         """The daemons end with their nodes."""
