@@ -102,7 +102,7 @@ class SlurmCluster:
     def run(self, *words: str | Path) -> str:
         """What a command on the first node prints, errors included."""
         process = self.start(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        return str(process.communicate(timeout=60)[0])
+        return str(process.communicate(timeout=120)[0])
 
     def wait_for(self, what: str, is_there: Callable[[], object], seconds: float = 60) -> None:
         until = time.monotonic() + seconds

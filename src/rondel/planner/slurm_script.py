@@ -164,8 +164,13 @@ until on "$first" ray status --address "$head" > /dev/null 2>&1; do
     kill -0 "$started" # ends the job if the head has ended
     sleep 2
 done
+join() {{ # again if Ray did not come up, or went: the run takes a node that is back
+    for _ in {{1..3}}; do
+        on "$1" ray start --address="$head" --node-ip-address="$2"{gpus} --block && return
+    done
+}}
 for node in "${{nodes[@]:1}}"; do
-    on "$node" ray start --address="$head" --node-ip-address="$(address_of "$node" "$first")"{gpus} --block &
+    join "$node" "$(address_of "$node" "$first")" &
 done
 
 # no step of srun, which could not be asked to end without Ray
