@@ -49,6 +49,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=120
 PartitionName=urgent Nodes=ALL PriorityTier=2
 """
+ALL = 540  # seconds of a cluster; pytest ends what takes 600
 
 
 def missing() -> str:
@@ -65,6 +66,7 @@ class SlurmCluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.nodes = folder, list[nodes.Node]()
+        self._until = time.monotonic() + ALL
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._ends = ExitStack()
 
@@ -104,11 +106,10 @@ class SlurmCluster:
         process = self.start(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return str(process.communicate(timeout=120)[0])
 
-    def wait_for(self, what: str, is_there: Callable[[], object], seconds: float = 60) -> None:
-        until = time.monotonic() + seconds
+    def wait_for(self, what: str, is_there: Callable[[], object]) -> None:
         while not is_there():
             gone = [name for name, process in self._daemons.items() if process.poll() is not None]
-            if gone or time.monotonic() > until:
+            if gone or time.monotonic() > self._until:
                 logs = [f"== {path.name}\n{path.read_text()[-3000:]}" for path in self.folder.glob("*.log")]
                 raise AssertionError("\n".join([f"no {what}; ended: {gone}", *logs]))
             time.sleep(0.1)
