@@ -4,7 +4,7 @@
     a.start("torchrun", ...)               a command inside
     a.end()                                as if its plug were pulled: all its processes are gone
 
-Needs root, unshare, nsenter and ip (util-linux, iproute2), and a kernel that lets one make namespaces.
+Needs root, unshare, setpriv, nsenter and ip (util-linux, iproute2), and a kernel that lets one make namespaces.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ BEGIN = """
 hostname "$0"
 mount --bind "$1" /etc/hosts
 mount -t tmpfs tmpfs /dev/shm
+echo nameserver 127.0.0.1 > /dev/shm/resolv.conf # answers at once that there is none
+mount --bind /dev/shm/resolv.conf /etc/resolv.conf
 ip link set lo up
 exec sleep 1000000
 """
@@ -35,7 +37,8 @@ class Node:
     def __init__(self, name: str, address: str, hosts: Path) -> None:
         self.name, self.address = name, address
         apart = ("--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
-        self._holder = subprocess.Popen(["unshare", *apart, "bash", "-euc", BEGIN, name, str(hosts)])
+        with_the_test = ("setpriv", "--pdeathsig", "KILL")  # killed or not
+        self._holder = subprocess.Popen([*with_the_test, "unshare", *apart, "bash", "-euc", BEGIN, name, str(hosts)])
         self.init = 0
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
         for _ in range(100):
@@ -97,7 +100,7 @@ def join(a: Node, b: Node) -> None:
 @cache
 def missing() -> str:
     """Why there can be none here; empty where there can."""
-    if absent := [tool for tool in ("unshare", "nsenter", "ip", "ss", "mount") if not shutil.which(tool)]:
+    if absent := [tool for tool in ("unshare", "setpriv", "nsenter", "ip", "ss", "mount") if not shutil.which(tool)]:
         return f"{', '.join(absent)} is missing"
     nodes: list[Node] = []
     try:

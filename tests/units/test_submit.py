@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kits.submits import RECIPE, layout
 from rondel.cli import main, read_job
 from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 from rondel.planner.cluster_layout import ClusterLayout
 from rondel.planner.kubernetes_job import PodSettings, indexed_job, kuberay
-from rondel.planner.slurm_script import slurm_script
+from rondel.planner.slurm_script import limit_seconds, slurm_script
 from rondel.runtime.cluster.schedulers import submitted_job
 
 ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "recipes" / "quickstart.toml"
 # https://ray-project.github.io/kuberay/reference/api/ (v1.4; authOptions: since
 # v1.5.1), required: of the CRDs since v1.0
 FIELDS = {
@@ -35,11 +35,6 @@ REQUIRED = {
     "HeadGroupSpec": {"rayStartParams", "template"},
     "WorkerGroupSpec": {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"},
 }
-
-
-def layout(nodes: int, gpus: int, *overrides: str, way: str = "ray", recipe: Path = RECIPE) -> ClusterLayout:
-    place = ("--place.kind=split", f"--place.cluster={way}")
-    return ClusterLayout(recipe, read_job(str(recipe), *overrides, *place)[0], nodes, gpus, overrides).check_layout(way)
 
 
 def trained(text: str) -> Job:
@@ -61,6 +56,7 @@ def test_a_batch_script_is_good_shell_and_fills_the_cluster(tmp_path, way, nodes
         assert done.returncode == 0, done.stdout
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.MULTILINE))
     assert (asked["nodes"], asked["gpus-per-node"], asked["ntasks-per-node"]) == (str(nodes), str(gpus), "1")
+    assert asked["mem"] == "0", "all of a node's memory, which --exclusive is not"
     assert text.index("#SBATCH --output") < text.index("set -euo"), "sbatch reads no directive behind the first command"
     job = trained(text)
     assert (job.place.kind, job.place.cluster.partition(":")[0], job.place.engines, job.loop.steps) == (
@@ -90,7 +86,7 @@ FAKES = {  # what the scripts call, each writing down what it was asked
     "getent": 'case "$2" in n0) echo "10.0.0.7 STREAM n0";; *) echo "10.0.0.1${2#n} STREAM $2";; esac',
     "ray": 'if [ "$1" = start ]; then sleep 1; fi',
     "torchrun": "exit 0",
-    "rondel": "exit 0",
+    "rondel": 'echo "rondel $* ${RAY_AUTH_MODE:-} ${RAY_AUTH_TOKEN:-}" >> "$CALLS"',
 }
 
 
@@ -133,10 +129,10 @@ def test_a_batch_script_starts_what_it_should_where_it_should(tmp_path, way):
             assert f"--address=10.0.0.7:6379 --node-ip-address={own} --num-gpus=4" in c
         asked = [c.split()[:4] for c in calls if "getent" in c]
         assert ["n2", "getent", "ahosts", "n0"] in asked, "the address by which others reach it"
-        last = calls[-1] if "rondel train" in calls[-1] else next(c for c in calls if "rondel train" in c)
-        token = re.search(r" token ([0-9a-f]{64})$", last)
+        (run,) = (c for c in calls if "rondel train" in c)
+        token = re.search(r" token ([0-9a-f]{64})$", run)
         assert token and all(c.endswith(token[0]) for c in started), "who has no token runs no code on the nodes"
-        assert last.startswith("n0 rondel train") and "--place.ranks=10" in last and "--place.cluster=ray:auto" in last
+        assert run.startswith("rondel train") and "--place.ranks=10" in run and "--place.cluster=ray:auto" in run
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
@@ -244,6 +240,19 @@ def test_nodes_without_gpus_share_the_ranks_of_the_recipe():
 
 
 @pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("30", 1800), ("30:15", 1815), ("2:00:01", 7201), ("1-12", 129600), ("1-12:30", 131400), ("1-0:0:5", 86405)],
+)
+def test_the_run_is_asked_for_its_checkpoint_before_the_time_is_over(limit, seconds):
+    assert limit_seconds(limit) == seconds, "the formats of sbatch(1)"
+    text = slurm_script(layout(2, 8, way="torchrun"), way="torchrun", directives={"time": limit})
+    before = int(re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", text, re.MULTILINE)[1])
+    assert before == min(300, seconds // 4) and f"SHUTDOWN_TIMEOUT={before * 4 // 5}\n" in text
+    with pytest.raises(UserError, match="--time 1h is no time that SLURM reads: MINUTES"):
+        limit_seconds("1h")
+
+
+@pytest.mark.parametrize(
     "words",
     [
         "--run.folder=https://me:secret@host/runs",
@@ -302,18 +311,39 @@ def test_a_job_of_slurm_is_submitted_asked_about_and_cancelled(tools, tmp_path, 
     assert "slurm job 41, submitted" in (said := capfd.readouterr().out) and "RUNNING 0:12" in said
     assert "runs/a has job 41 already (RUNNING" in refused(capfd, *given)
     submit("runs/a", "--cancel")
-    tools("squeue", "exit 1")  # has forgotten the number
+    tools("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    assert "Unable to contact" in refused(capfd, *given), "a job that one cannot ask about is not over"
+    tools("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")  # forgotten
+    tools("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    submit("runs/a", "--status")
+    assert "no longer in the queue" in capfd.readouterr().out
     tools("sacct", "echo ' COMPLETED      0:0   00:10:02 '")
     (tmp_path / "runs/a/submit/slurm-41.log").write_text("step 1\n")
     submit(*given[:2], "--logs")
     assert "step 1" in capfd.readouterr().out
     submit("runs/a", "--status")
     assert "COMPLETED 0:0 00:10:02" in capfd.readouterr().out
+    tools("squeue", "echo 'CANCELLED 0:12 of 1:00:00, 2 nodes, n[0-1]'")  # for some minutes
+    submit("runs/a", "--status")
+    assert "CANCELLED 0:12" in capfd.readouterr().out
     tools("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     assert "sbatch --parsable refused (exit 1): sbatch: error: invalid partition" in refused(capfd, *given)
     calls = (tmp_path / "calls").read_text()
     assert "sbatch --parsable --output=runs/a/submit/slurm-%j.log runs/a/submit/job.sh\n" in calls
     assert "scancel 41\n" in calls and submitted_job(tmp_path / "runs/a").id == "41"
+
+
+def test_a_log_is_followed_until_the_job_is_over(tools, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("rondel.cli.submit.BETWEEN", 0.1)
+    monkeypatch.setattr("rondel.cli.submit.REST", 0.5)
+    given = [str(RECIPE), "--run.folder=runs/a", "--nodes", "2", "--to", "slurm"]
+    tools("sbatch", "echo 41")
+    submit(*given)
+    log = tmp_path / "runs/a/submit/slurm-41.log"
+    first = f"if [ -e {log} ]; then echo step 2 >> {log}; echo COMPLETED; else echo step 1 > {log}; echo RUNNING; fi"
+    tools("squeue", first)
+    submit("runs/a", "--logs")
+    assert capfd.readouterr().out.endswith("step 1\nstep 2\n")
 
 
 @pytest.mark.parametrize(

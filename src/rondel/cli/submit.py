@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 SETTINGS = OVERRIDES
 FILES = {"slurm": "job.sh", "kubernetes": "job.yaml", "kuberay": "rayjob.yaml", "ray": "job.sh"}
+BETWEEN, REST = 10.0, 2.0  # seconds between two looks at a job whose output is followed; for what it printed last
 Target = Literal["slurm", "kubernetes", "kuberay", "ray"]
 
 
@@ -159,11 +161,30 @@ def _ask_about(folder: Path, what: str) -> None:
         if job.log and over and not Path(job.log).exists():
             raise UserError(f"job {job.id} has written nothing: {job.log} does not exist")
         command = scheduler.log_command(job, follow=not over)
+        code = _follow(command, lambda: scheduler.state(job).over)
     else:
         command = scheduler.cancel_command(job)
-    code = subprocess.call([schedulers.find_tool(command[0]), *command[1:]])
+        code = subprocess.call([schedulers.find_tool(command[0]), *command[1:]])
     if code:
         raise SystemExit(code)
+
+
+def _follow(command: list[str], is_over: Callable[[], bool]) -> int:
+    """Show what a tool prints until it or the job has ended: `tail -F` waits for more of a job that is over."""
+    from rondel.runtime.cluster.schedulers import find_tool
+
+    process = subprocess.Popen([find_tool(command[0]), *command[1:]])
+    try:
+        while True:
+            try:
+                return process.wait(BETWEEN)
+            except subprocess.TimeoutExpired:
+                if is_over():
+                    time.sleep(REST)
+                    return 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _scheduler_of(job: SubmittedJob) -> Scheduler:

@@ -5,12 +5,31 @@ What is submitted again goes on from its last checkpoint: the run folder is on s
 
 from __future__ import annotations
 
+import re
 import shlex
 
+from rondel.core.errors import UserError
 from rondel.planner.cluster_layout import ClusterLayout
 
 PORT = 6379  # of Ray's head, and Ray's own default
 BEFORE_THE_END = 300  # seconds before --time is over at which the run is asked for its last checkpoint
+LIMITS = "MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, or DAYS-HOURS with :MINUTES and :SECONDS or without"
+WAIT = """\
+code=0
+for one in "${run[@]}"; do
+    status=0
+    wait "$one" || status=$?
+    while kill -0 "$one" 2> /dev/null; do # a signal ended the wait early
+        status=0
+        wait "$one" || status=$?
+    done
+    ((status == 0)) || code=$status
+done
+if ((again)); then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
 
 
 def slurm_script(
@@ -20,15 +39,18 @@ def slurm_script(
     its own; `directives`: partition, account, time and others; `stage`: a folder of
     each node's own disk, where the models are copied first.
     """
+    directives = directives or {}
+    before = min(BEFORE_THE_END, limit_seconds(directives.get("time", "0")) // 4 or BEFORE_THE_END)
     asked = {
         "job-name": layout.name,
         "nodes": str(layout.nodes),
         "ntasks-per-node": "1",
         **({"gpus-per-node": str(layout.gpus)} if layout.gpus else {}),
+        "mem": "0",  # all of it: --exclusive alone is all CPUs, and the memory of a job that names none
         "output": "%x-%j.log",
         "open-mode": "append",
-        "signal": f"B:USR1@{BEFORE_THE_END}",
-        **(directives or {}),
+        "signal": f"B:USR1@{before}",
+        **directives,
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in asked.items()] + [
         "#SBATCH --exclusive",
@@ -49,6 +71,7 @@ fail() {{ echo "error: $1" >&2; exit 1; }}
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${{nodes[0]}}
 on() {{ srun --nodes=1 --ntasks=1 --overlap{gpus} -w "$@"; }}
+trap 'fail "the time of the job was over before the run began: ask for more of it with --time"' USR1
 
 # every node has rondel and sees the run folder
 folder={folder}
@@ -65,9 +88,24 @@ done
 rm -f "$seen"
 """
         + (_stage_models(layout, stage) if stage else "")
-        + (_with_torchrun(layout) if way == "torchrun" else _with_ray(layout))
-        + _wait_for_the_run()
+        + (_with_torchrun(layout, before) if way == "torchrun" else _with_ray(layout))
+        + _wait_for_the_run(way)
     )
+
+
+def limit_seconds(limit: str) -> int:
+    """Of SLURM's --time: limit_seconds("1-12") = 129600; 0: no limit."""
+    if limit.upper() in ("UNLIMITED", "INFINITE"):
+        return 0
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if not found:
+        raise UserError(f"--time {limit} is no time that SLURM reads: {LIMITS}")
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part]
+    if days is None and len(numbers) < 3:  # minutes first
+        numbers = [0, *numbers]
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _stage_models(layout: ClusterLayout, stage: str) -> str:
@@ -87,10 +125,10 @@ done
 """
 
 
-def _with_torchrun(layout: ClusterLayout) -> str:
+def _with_torchrun(layout: ClusterLayout, before: int) -> str:
     return f"""
 # the time to write a checkpoint when the job is asked to end
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={BEFORE_THE_END - 60}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={before * 4 // 5}
 port=$((20000 + SLURM_JOB_ID % 20000))
 run=()
 for ((i = 0; i < ${{#nodes[@]}}; i++)); do
@@ -126,32 +164,31 @@ until on "$first" ray status --address "$head" > /dev/null 2>&1; do
     kill -0 "$started" # ends the job if the head has ended
     sleep 2
 done
+join() {{ # again if Ray did not come up, or went: the run takes a node that is back
+    for _ in {{1..3}}; do
+        on "$1" ray start --address="$head" --node-ip-address="$2"{gpus} --block && return
+    done
+}}
 for node in "${{nodes[@]:1}}"; do
-    on "$node" ray start --address="$head" --node-ip-address="$(address_of "$node" "$first")"{gpus} --block &
+    join "$node" "$(address_of "$node" "$first")" &
 done
 
-on "$first" {layout.train_command(str(layout.recipe), "ray:auto")} &
+# no step of srun, which could not be asked to end without Ray
+{layout.train_command(str(layout.recipe), "ray:auto")} &
 run=("$!")
 """
 
 
-def _wait_for_the_run() -> str:
-    """Till it ends. Shortly before the job's time is over it writes a checkpoint, and the job is put in line again."""
-    return """
+def _wait_for_the_run(way: str) -> str:
+    """Till it ends. Shortly before the job's time is over it writes a checkpoint, and the job is put in line again.
+
+    srun does not hand on a SIGTERM but kills what it has started; scancel signals every step, and not the script.
+    """
+    ask = 'scancel --signal=TERM "$SLURM_JOB_ID"' if way == "torchrun" else 'kill -TERM "${run[@]}"'
+    return (
+        f"""
 again=0
-trap 'again=1; kill -TERM "${run[@]}" 2> /dev/null || true' USR1
-code=0
-for one in "${run[@]}"; do
-    status=0
-    wait "$one" || status=$?
-    while kill -0 "$one" 2> /dev/null; do # a signal ended the wait early
-        status=0
-        wait "$one" || status=$?
-    done
-    ((status == 0)) || code=$status
-done
-if ((again)); then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
+trap 'again=1; {ask} || true' USR1
 """
+        + WAIT
+    )

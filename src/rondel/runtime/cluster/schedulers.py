@@ -25,6 +25,10 @@ from rondel.system.files import make_folder, replace_file
 FOLDER, RECORD = "submit", "job.json"  # inside the run folder
 DEADLINE = 120.0  # seconds in which a tool answers
 SHOWN = "200"  # lines of a log before those to come
+ENDED = {  # states of SLURM that a job does not leave
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT"),
+}
 REMEDY = {
     "sbatch": "submit from a login node of the cluster, or print the script with --dry-run and take it there",
     "squeue": "ask from a login node of the cluster",
@@ -82,14 +86,12 @@ class SlurmScheduler:
         return SubmittedJob("slurm", number, log=log.replace("%j", number), time=time.time())
 
     def state(self, job: SubmittedJob) -> JobState:
-        waiting = run_tool("squeue", "--noheader", "--jobs", job.id, "--format=%T %M of %l, %D nodes, %R", fails=True)
-        if waiting.strip():
-            return JobState(waiting.strip(), over=False)
-        ended = ""
-        if shutil.which("sacct"):
-            ended = run_tool(
-                "sacct", "--noheader", "--allocations", "--jobs", job.id, "--format=State,ExitCode,Elapsed"
-            )
+        columns = "--format=%T %M of %l, %D nodes, %R"
+        known = run_tool("squeue", "--noheader", "--states=all", "--jobs", job.id, columns, forgives="Invalid job id")
+        if known.strip():  # an ended one is there for some minutes (MinJobAge)
+            return JobState(known.strip(), over=known.split()[0] in ENDED)
+        asked = ("sacct", "--noheader", "--allocations", "--jobs", job.id, "--format=State,ExitCode,Elapsed")
+        ended = run_tool(*asked, forgives="accounting storage is disabled") if shutil.which("sacct") else ""
         return JobState(" ".join(ended.split()) or "no longer in the queue", over=True)
 
     def log_command(self, job: SubmittedJob, *, follow: bool) -> list[str]:
@@ -108,7 +110,7 @@ class KubernetesScheduler:
         self.to, self.kind, self.name, self.namespace, self.claim = to, kind, name, namespace, claim
 
     def submit(self, file: Path) -> SubmittedJob:
-        if not run_tool(*self._kubectl("get", "pvc", self.claim, "--output=name"), fails=True).strip():
+        if not run_tool(*self._kubectl("get", "pvc", self.claim, "--output=name"), forgives="NotFound").strip():
             raise UserError(
                 f"there is no volume claim '{self.claim}', which keeps the run folder: kubectl get pvc lists those "
                 "that there are; name one that every node can mount (ReadWriteMany) with --claim"
@@ -187,15 +189,15 @@ class RayJobScheduler:
         return ["--address", self.address] if self.address else []
 
 
-def run_tool(tool: str, *words: str, fails: bool = False) -> str:
-    """Its standard output. `fails`: a refusal is "" (squeue refuses a number that it has forgotten)."""
+def run_tool(tool: str, *words: str, forgives: str | None = None) -> str:
+    """Its standard output; "" if it refuses with words that hold `forgives` (squeue: a number that it has forgotten)."""
     try:
         done = subprocess.run(
             [find_tool(tool), *words], capture_output=True, text=True, timeout=DEADLINE, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired as error:
         raise UserError(f"{tool} {words[0]} did not answer within {DEADLINE:g} s: is the cluster there?") from error
-    if done.returncode and not fails:
+    if done.returncode and (forgives is None or forgives not in done.stderr):
         said = " ".join((done.stderr or done.stdout).split())[-600:]
         raise UserError(f"{tool} {words[0]} refused (exit {done.returncode}): {said or 'without a word'}")
     return "" if done.returncode else done.stdout
