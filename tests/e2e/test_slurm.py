@@ -12,16 +12,17 @@ from kits.runs import FAST, RECIPE
 from kits.submits import layout
 from rondel.planner.slurm_script import slurm_script
 
-STEPS = 6 + 10  # supervised ones first
+STEPS = 16  # supervised ones first
 GIVEN = [
     *(f"--{key}={str(value).lower()}" for key, value in FAST.items() if key != "run.sinks"),
-    *("--run.sinks=[]", "--run.checkpoint.every=1", f"--loop.steps={STEPS - 6}", "--place.ranks=2"),
+    *("--run.sinks=[]", "--run.checkpoint.every=1", f"--loop.steps={STEPS - FAST['loop.warmup.steps']}", "--place.ranks=2"),
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "runs")]
 
 
-@pytest.mark.parametrize("way", ["torchrun", pytest.param("ray", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("way", ["torchrun", "ray"])
 def test_a_job_that_is_preempted_writes_a_checkpoint_and_goes_on_where_it_was(tmp_path, way):
     with slurm.SlurmCluster(tmp_path) as cluster:
 
