@@ -210,6 +210,10 @@ def trainer_of(
         settings = with_static_shapes(settings, job, sampling, loaded, needs)
 
     def build_trainer() -> LocalTrainer:
+        if job.place.mesh.layers == "megatron":
+            from rondel.models.megatron.layers import install_megatron_layers
+
+            install_megatron_layers(loaded, ranks.tensor, run_twice=settings.recompute == "layers")
         static: StaticPasses | None = None
         if settings.shapes:
             from rondel.train.static_passes import make_static_passes
@@ -235,6 +239,7 @@ def trainer_of(
         "trainer.micro_tokens": f"{micro.value} ({micro.why})"
         + (f", {settings.micro_tokens} steps of {each}" if each > 1 else "")
         + "".join(f", {t}x{m}" for t, m in settings.shapes),
+        "trainer.layers": f"computed by {job.place.mesh.layers}",
         "routing_replay": replay_fact(job, loaded),
         "model.adapter": adapter_fact(loaded),
         "model.format": format_fact(job),

@@ -1,0 +1,319 @@
+"""Training through Megatron-Core: each layer of a model computes as Megatron's `TransformerLayer`, with its joined products.
+
+    embedding ─► [ norm · linear_qkv ─► Rondel's attention ─► linear_proj · norm · linear_fc1 ─► linear_fc2 ] ─► norm, head
+    transformers   Megatron-Core, a call a layer: column- and row-parallel linears, experts              transformers
+
+Parameters stay those of transformers, under its names: optimizer, checkpoints, digests and weight updates know nothing of
+this. What Megatron multiplies is joined from them in each pass (models/megatron/tensor_rules.py), and autograd splits its
+gradient again. Joined matrices are not kept for the backward pass, which joins them again. Megatron's own parameters are
+on "meta" and take no memory.
+
+Attention is the layout's (models/attention.py), rotated by the positions of the row, so shared prompts, trees and context
+parallel work as with the layers of transformers. Only training layouts come here: an engine that shares the module
+decodes as before.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+
+from rondel.core.errors import ModelError
+from rondel.models.attention import attention_layout, rondel_attention
+from rondel.models.blocks import decoder_blocks
+from rondel.models.collectives import RankGroup
+from rondel.models.context_parallel import ContextLayout
+from rondel.models.cpu_kernels import rotate_pair
+from rondel.models.load_check import PARITY
+from rondel.models.loaded_model import LoadedModel
+from rondel.models.megatron.tensor_rules import LAYER, MegatronTensor, megatron_tensors
+from rondel.models.packed_layout import PackedLayout, PackedSegment
+from rondel.models.routing_tape import expert_count
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Transformer Engine and Apex are missing, and not used here
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+TRAINING = (PackedLayout, ContextLayout)
+HERE = "decoder.layers."
+INSTEAD = 'leave place.mesh.layers at "transformers"'
+
+
+def install_megatron_layers(loaded: LoadedModel, ranks: RankGroup | None = None, *, run_twice: bool = False) -> None:
+    """From now on the layers of a model compute as Megatron's under a training layout, which is proved where its weights
+    are here. `ranks`: over which its matrices will be cut (models/tensor_parallel.py). `run_twice`: layers are computed
+    again in the backward pass, and keep nothing (models/recompute.py).
+
+    Raises ModelError where the family has no rules, or Megatron's layers compute something else.
+    """
+    config = loaded.model.config.get_text_config()
+    refuse_model(loaded.name, config, 1 if ranks is None else ranks.size)
+    expected = None if loaded.weights is not None else _probe_logprobs(loaded)
+    layers = MegatronLayers(config, ranks, keeps_joined=run_twice)
+    for block in decoder_blocks(loaded.model, loaded.decoder):
+        setattr(block, "forward", functools.partial(layers.forward, block, block.forward))  # noqa: B010
+    if expected is not None:
+        gap, limit = float((_probe_logprobs(loaded) - expected).abs().mean()), PARITY[loaded.dtype]
+        if not gap <= limit:
+            raise ModelError(
+                f"'{loaded.name}' ({config.model_type}): in Megatron-Core's layers its logprobs differ by {gap:.3g} from "
+                f"those of transformers (limit {limit}): {INSTEAD}"
+            )
+
+
+def refuse_model(name: str, config: Any, tp: int) -> None:
+    """What Megatron's layers, as they are built here, do not compute. Raises ModelError."""
+    rules = megatron_tensors(config)
+    heads, keys, experts = config.num_attention_heads, config.num_key_value_heads, expert_count(config)
+    for found, what in (
+        (any(rule.name.endswith("linear_proj.bias") for rule in rules), "its attention ends in a bias"),
+        (config.hidden_act != "silu", f"its activation is {config.hidden_act}"),
+        (tp > 1 and experts > 0, "experts are not cut by tp in Megatron's layers: use shards or cp"),
+        (heads % tp + keys % tp > 0, f"tp = {tp} does not divide its {heads} heads and {keys} key heads"),
+    ):
+        if found:
+            raise ModelError(f"'{name}' ({config.model_type}) in Megatron-Core's layers: {what}. Or {INSTEAD}")
+
+
+@torch.no_grad()
+def _probe_logprobs(loaded: LoadedModel) -> Tensor:
+    """[T, V] of a prompt with two answers."""
+    segments, positions = [PackedSegment(0, 6), PackedSegment(6, 5, 0), PackedSegment(11, 3, 0)], [*range(11), 6, 7, 8]
+    tokens = torch.tensor([(7 * i + 3) % loaded.token_count for i in range(14)], device=loaded.device)
+    layout = PackedLayout(segments, loaded.device)
+    hidden = loaded.hidden_states(tokens, torch.tensor(positions, device=loaded.device), layout)
+    return loaded.head.logits(hidden).log_softmax(-1)
+
+
+class MegatronLayers:
+    """Megatron's layer for every layer of a model: it holds no weights, so one is enough, and one more where the weights
+    are cut.
+    """
+
+    def __init__(self, config: Any, ranks: RankGroup | None, *, keeps_joined: bool) -> None:
+        self.config, self.ranks, self.keeps_joined = config, ranks, keeps_joined
+        self._built: dict[int, tuple[nn.Module, list[MegatronTensor]]] = {}  # by over how many ranks it is cut
+
+    def __deepcopy__(self, memo: Any) -> MegatronLayers:
+        return self  # of a copy of the model, too
+
+    def forward(self, block: Any, own: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """In place of a layer of transformers, whose forward is `own`: [1, T, D] -> [1, T, D]."""
+        if not isinstance(attention_layout(), TRAINING):
+            return own(hidden, *args, **kwargs)
+        layer, rules = self._layer_for(block)
+        layer.self_attention.core_attention.settings = block.self_attn, *kwargs["position_embeddings"]
+        if hasattr(block.mlp, "experts"):
+            layer.mlp.router.gate = block.mlp.gate
+        held, tensors, joined = dict(block.named_parameters()), _expert_tensors(block), {}
+        for rule in rules:
+            parts = [held[name.removeprefix(f"{LAYER}.")] for name in rule.sources]
+            tensors[_local_name(rule)] = whole = rule.join(parts)
+            if len(parts) > 1:
+                joined[whole.data_ptr()] = rule, parts
+        with nullcontext() if self.keeps_joined else _joined_again(joined):
+            out, _ = functional_call(layer, tensors, (hidden.transpose(0, 1), None))
+        return out.transpose(0, 1)
+
+    def _layer_for(self, block: Any) -> tuple[nn.Module, list[MegatronTensor]]:
+        """As the weights of a layer are cut here, and how its tensors are joined."""
+        cut = self.config.num_attention_heads * _head_size(self.config) // block.self_attn.o_proj.weight.shape[1]
+        if cut not in self._built:
+            config = copy.copy(self.config)
+            config.num_key_value_heads //= cut
+            rules = [r for r in megatron_tensors(config) if r.name.startswith(HERE) and r.stacked == 1]
+            group = None if cut == 1 or self.ranks is None else self.ranks.group
+            self._built[cut] = build_layer(self.config, group), [r for r in rules if ".router." not in r.name]
+        return self._built[cut]
+
+
+def _joined_again(joined: dict[int, tuple[MegatronTensor, list[Tensor]]]) -> saved_tensors_hooks:
+    """Inside, autograd keeps of a joined matrix what it is made of."""
+
+    def pack(x: Tensor) -> Any:
+        return joined.get(x.data_ptr(), x)
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        rule, parts = kept
+        with torch.no_grad():
+            return rule.join(parts)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _local_name(rule: MegatronTensor) -> str:
+    """Where norms are modules of their own."""
+    name = rule.name.removeprefix(HERE)
+    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+
+
+def _expert_tensors(block: Any) -> dict[str, Tensor]:
+    """transformers joins gate and up of all experts as Megatron does those of one."""
+    if (experts := getattr(block.mlp, "experts", None)) is None:
+        return {}
+    tensors = {"fc1": experts.gate_up_proj.unbind(), "fc2": experts.down_proj.unbind()}
+    return {
+        f"mlp.experts.local_experts.{i}.linear_{part}.weight": weight
+        for part, weights in tensors.items()
+        for i, weight in enumerate(weights)
+    }
+
+
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+# -- Megatron's layer ------------------------------------------------------------------------------
+
+
+def build_layer(config: Any, group: Any) -> nn.Module:
+    """Megatron's layer of a model with this config of transformers, on "meta"; `group`: the ranks that it is cut over."""
+    axes = ("tp", "pp", "cp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp")
+    groups = ProcessGroupCollection(**dict.fromkeys(axes) | {"tp": group})
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")  # of defaults of its own that are deprecated
+        settings, spec = _megatron_config(config, 1 if group is None else group.size()), _layer_spec(config)
+        layer: nn.Module = build_module(spec, config=settings, layer_number=1, pg_collection=groups)
+    for module in layer.modules():
+        if group is None and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.explicit_expert_comm = True  # whoever is alone has nobody to sum with, and need not have a group
+    return layer.eval()
+
+
+def _megatron_config(config: Any, tp: int) -> Any:
+    mixture: dict[str, Any] = {}
+    if experts := expert_count(config):
+        mixture = {
+            "num_moe_experts": experts,
+            "moe_router_topk": config.num_experts_per_tok,
+            "moe_ffn_hidden_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "allgather",
+        }
+    return TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=_head_size(config),
+        ffn_hidden_size=config.intermediate_size,
+        tensor_model_parallel_size=tp,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=config.model_type == "qwen2",
+        qk_layernorm=_has_head_norms(config),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        **mixture,
+    )
+
+
+def _layer_spec(config: Any) -> Any:
+    """Megatron's own, without Transformer Engine, and with what follows here in it."""
+    experts, norms = expert_count(config), _has_head_norms(config)
+    spec = get_gpt_layer_local_spec(num_experts=experts or None, qk_layernorm=norms, normalization="RMSNorm")
+    parts, attention = spec.submodules, spec.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+    parts.self_attn_bda = parts.mlp_bda = residual_sum
+    attention.core_attention = PackedAttention
+    if norms:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    if experts:
+        parts.mlp.submodules.router = TapedRouter
+    return spec
+
+
+def _has_head_norms(config: Any) -> bool:
+    return config.model_type in ("qwen3", "qwen3_moe")
+
+
+class RmsNorm(nn.Module):
+    """Of a residual stream that may be fp32 beside weights of 16 bits (models/fp32_sums.py), in the dtype of these."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(hidden_size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
+
+
+def residual_sum(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+    """In the dtype of the stream; Megatron's own rounds the stream to that of the branch. Nothing is dropped."""
+
+    def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        return residual + branch[0]
+
+    return add
+
+
+class PackedAttention(nn.Module):
+    """Megatron's core attention as the layout in force computes it. `settings`: the attention of transformers of this
+    layer, and cosine and sine of the row's positions.
+    """
+
+    settings: tuple[Any, Tensor, Tensor]
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, /, **how: Any) -> Tensor:
+        """[T, 1, heads, D] each -> [T, 1, heads · D]."""
+        attention, cosine, sine = self.settings
+        plain = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        q, k = rotate_pair(plain, q, k, cosine, sine)
+        window = getattr(
+            attention if hasattr(attention, "sliding_window") else attention.config, "sliding_window", None
+        )
+        out, _ = rondel_attention(attention, q, k, v, scaling=attention.scaling, sliding_window=window)
+        return out.flatten(2).transpose(0, 1)
+
+
+class TapedRouter(nn.Module):
+    """The router of transformers in Megatron's mixture, so that routes are recorded and replayed (models/routing_tape.py).
+    `gate`: that of the layer.
+    """
+
+    gate: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+    def __init__(self, config: Any, pg_collection: Any) -> None:
+        super().__init__()
+        self.experts = config.num_moe_experts
+
+    def set_layer_number(self, number: int) -> None:
+        pass
+
+    def forward(self, hidden: Tensor, padding: Any = None) -> tuple[Tensor, Tensor]:
+        """[T, 1, D] -> weights [T, E], and which of them count [T, E]."""
+        _, scores, chosen = self.gate(hidden.flatten(0, 1))
+        weights = scores.new_zeros(len(scores), self.experts).scatter(1, chosen, scores)
+        return weights, torch.zeros_like(weights, dtype=torch.bool).scatter(1, chosen, True)
