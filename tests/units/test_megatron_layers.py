@@ -6,6 +6,7 @@ import asyncio
 import copy
 import importlib.util
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kits.ranks import AliveBytes
 from kits.runs import final, run, run_and_die, tiny
 from kits.train import SMALL, apart, awkward_groups, batch, forked_group, gradient, model, row, trainer
 from rondel.assemble.layer_refusals import refuse_layers
+from rondel.checks.layout_check import check_layouts
 from rondel.core.errors import ConfigError, ModelError
 from rondel.models.load import load_model
 from rondel.models.packed_layout import PackedLayout, PackedSegment
@@ -203,8 +205,19 @@ def test_models_that_it_does_not_compute_are_refused(monkeypatch):
         with pytest.raises(ModelError, match=told):
             installed(load_model(changes, dtype="float32"))
     module = sys.modules["rondel.models.megatron.layers"]
+    for kind, told in (("mixtral", "experts are not cut by tp"), ("llama", "does not divide its 4 heads and 2 key")):
+        with pytest.raises(ModelError, match=told):
+            module.refuse_model("m", seen(kind).model.config, 2 if kind == "mixtral" else 4)
     monkeypatch.setattr(
         module.PackedAttention, "forward", lambda self, q, k, v, *a, **how: 2 * v.repeat(1, 1, 2, 1).flatten(2)
     )
     with pytest.raises(ModelError, match=r"its logprobs differ by .* place.mesh.layers"):
         installed(model("llama"))
+
+
+def test_a_check_says_so_before_ranks_start(tmp_path):
+    mesh = {"tp": 2, "sp": False, "layers": "megatron"}
+    trainer = SimpleNamespace(loaded=seen("mixtral"))
+    parts = SimpleNamespace(trainer=trainer, placed=SimpleNamespace(trainers={"policy": trainer}))
+    [found] = check_layouts(tiny(tmp_path, place__mesh=mesh, place__kind="split"), parts)
+    assert not found.ok and "experts are not cut by tp" in found.message

@@ -107,7 +107,7 @@ class MegatronLayers:
 
     def __init__(self, config: Any, ranks: RankGroup | None, *, keeps_joined: bool) -> None:
         self.config, self.ranks, self.keeps_joined = config, ranks, keeps_joined
-        self._built: dict[int, tuple[nn.Module, list[MegatronTensor]]] = {}  # by over how many ranks it is cut
+        self._built: dict[int, tuple[Any, list[MegatronTensor]]] = {}  # by over how many ranks it is cut
 
     def __deepcopy__(self, memo: Any) -> MegatronLayers:
         return self  # of a copy of the model, too
@@ -130,7 +130,7 @@ class MegatronLayers:
             out, _ = functional_call(layer, tensors, (hidden.transpose(0, 1), None))
         return out.transpose(0, 1)
 
-    def _layer_for(self, block: Any) -> tuple[nn.Module, list[MegatronTensor]]:
+    def _layer_for(self, block: Any) -> tuple[Any, list[MegatronTensor]]:
         """As the weights of a layer are cut here, and how its tensors are joined."""
         cut = self.config.num_attention_heads * _head_size(self.config) // block.self_attn.o_proj.weight.shape[1]
         if cut not in self._built:
