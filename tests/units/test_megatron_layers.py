@@ -83,13 +83,19 @@ def test_logits_are_those_of_transformers(kind, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "recompute", "micro"),
-    [("tied", "none", 10**6), ("qwen3", "none", 20), ("mixture", "none", 10**6), ("qwen3", "layers", 10**6)],
+    ("kind", "name", "recompute", "micro"),
+    [
+        ("tied", "grpo", "none", 10**6),
+        ("tied", "ppo", "none", 10**6),
+        ("qwen3", "grpo", "none", 20),
+        ("qwen3", "grpo", "layers", 10**6),
+        ("mixture", "grpo", "none", 10**6),
+    ],
 )
-def test_the_gradient_is_that_of_the_layers_of_transformers(kind, recompute, micro):
-    """Shared prompts, trees of turns, a reference; twice, so that what one pass leaves is seen."""
-    algo = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
-    groups = [*awkward_groups(), forked_group(number=20)]
+def test_the_gradient_is_that_of_the_layers_of_transformers(kind, name, recompute, micro):
+    """Shared prompts, trees of turns, a reference, a critic; twice, so that what one pass leaves is seen."""
+    algo = row(name, kl={"coef": 0.1}, entropy={"coef": 0.02})
+    groups = awkward_groups() + [forked_group(number=20)] * (name == "grpo")
     own = trainer(model(kind), algo)
     theirs = trainer(installed(model(kind), run_twice=recompute == "layers"), algo, recompute=recompute)
     truth = gradient(own, batch(groups, algo), algo, micro_tokens=micro)
@@ -207,7 +213,7 @@ def test_models_that_it_does_not_compute_are_refused(monkeypatch):
     module = sys.modules["rondel.models.megatron.layers"]
     for kind, told in (("mixtral", "experts are not cut by tp"), ("llama", "does not divide its 4 heads and 2 key")):
         with pytest.raises(ModelError, match=told):
-            module.refuse_model("m", seen(kind).model.config, 2 if kind == "mixtral" else 4)
+            module.refuse_model(seen(kind), 2 if kind == "mixtral" else 4)
     monkeypatch.setattr(
         module.PackedAttention, "forward", lambda self, q, k, v, *a, **how: 2 * v.repeat(1, 1, 2, 1).flatten(2)
     )

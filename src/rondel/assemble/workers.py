@@ -239,13 +239,12 @@ def trainer_of(
         "trainer.micro_tokens": f"{micro.value} ({micro.why})"
         + (f", {settings.micro_tokens} steps of {each}" if each > 1 else "")
         + "".join(f", {t}x{m}" for t, m in settings.shapes),
-        "trainer.layers": f"computed by {job.place.mesh.layers}",
         "routing_replay": replay_fact(job, loaded),
         "model.adapter": adapter_fact(loaded),
         "model.format": format_fact(job),
         "model.teacher": teachers_fact(job),
         "trainer.critic": critic_fact(job) if trainer.critic else "none",
-    }
+    } | ({} if job.place.mesh.layers == "transformers" else {"place.mesh.layers": job.place.mesh.layers})
 
 
 class EngineHost:

@@ -37,7 +37,7 @@ def _check_models(parts: Components, mesh: Mesh, *, megatron: bool) -> None:
             if megatron:
                 from rondel.models.megatron.layers import refuse_model
 
-                refuse_model(trainer.loaded.name, trainer.loaded.model.config.get_text_config(), mesh.tp)
+                refuse_model(trainer.loaded, mesh.tp)
 
 
 def _try_layout(what: str, attempt: Callable[[], None]) -> CheckFinding:

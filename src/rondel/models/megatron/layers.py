@@ -61,8 +61,8 @@ def install_megatron_layers(loaded: LoadedModel, ranks: RankGroup | None = None,
 
     Raises ModelError where the family has no rules, or Megatron's layers compute something else.
     """
+    refuse_model(loaded, 1 if ranks is None else ranks.size)
     config = loaded.model.config.get_text_config()
-    refuse_model(loaded.name, config, 1 if ranks is None else ranks.size)
     expected = None if loaded.weights is not None else _probe_logprobs(loaded)
     layers = MegatronLayers(config, ranks, keeps_joined=run_twice)
     for block in decoder_blocks(loaded.model, loaded.decoder):
@@ -76,18 +76,22 @@ def install_megatron_layers(loaded: LoadedModel, ranks: RankGroup | None = None,
             )
 
 
-def refuse_model(name: str, config: Any, tp: int) -> None:
+def refuse_model(loaded: LoadedModel, tp: int) -> None:
     """What Megatron's layers, as they are built here, do not compute. Raises ModelError."""
+    config = loaded.model.config.get_text_config()
     rules = megatron_tensors(config)
     heads, keys, experts = config.num_attention_heads, config.num_key_value_heads, expert_count(config)
     for found, what in (
+        (loaded.blocks is not None, "its engine computes blocks in rows of the trainer's kind"),
         (any(rule.name.endswith("linear_proj.bias") for rule in rules), "its attention ends in a bias"),
         (config.hidden_act != "silu", f"its activation is {config.hidden_act}"),
         (tp > 1 and experts > 0, "experts are not cut by tp in Megatron's layers: use shards or cp"),
         (heads % tp + keys % tp > 0, f"tp = {tp} does not divide its {heads} heads and {keys} key heads"),
     ):
         if found:
-            raise ModelError(f"'{name}' ({config.model_type}) in Megatron-Core's layers: {what}. Or {INSTEAD}")
+            raise ModelError(
+                f"'{loaded.name}' ({config.model_type}) in Megatron-Core's layers: {what}. Change that, or {INSTEAD}"
+            )
 
 
 @torch.no_grad()
