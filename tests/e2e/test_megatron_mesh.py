@@ -1,4 +1,4 @@
-"""Layers of Megatron-Core on meshes: whatever is cut, the gradient is that of one rank with the layers of transformers (law 3)."""
+"""Layers of Megatron-Core on meshes: the gradient is that of one rank and transformers (law 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models/megatron/layers.py: through Megatron-Core's layers a model computes what transformers does, and trains the same."""
+"""models/megatron/layers.py: through Megatron-Core's layers a model computes and trains the same."""
 
 from __future__ import annotations
 
@@ -215,7 +215,9 @@ def test_models_that_it_does_not_compute_are_refused(monkeypatch):
         with pytest.raises(ModelError, match=told):
             module.refuse_model(seen(kind), 2 if kind == "mixtral" else 4)
     monkeypatch.setattr(
-        module.PackedAttention, "forward", lambda self, q, k, v, *a, **how: 2 * v.repeat(1, 1, 2, 1).flatten(2)
+        sys.modules["rondel.models.megatron.transformer_layer"].PackedAttention,
+        "forward",
+        lambda self, q, k, v, *a, **how: 2 * v.repeat(1, 1, 2, 1).flatten(2),
     )
     with pytest.raises(ModelError, match=r"its logprobs differ by .* place.mesh.layers"):
         installed(model("llama"))

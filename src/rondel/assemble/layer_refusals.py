@@ -14,8 +14,8 @@ PAGE = "docs/place.md#layers-of-megatron-core"
 
 
 def refuse_layers(job: Job) -> None:
-    """Whatever Megatron-Core's layers cannot be used with, each with its remedy. What depends on the model is refused once
-    that is known (models/megatron/layers.py).
+    """Whatever Megatron-Core's layers cannot be used with, each with its remedy. What depends on the model is refused
+    once that is known (models/megatron/layers.py).
     """
     mesh = job.place.mesh
     if mesh.layers != "megatron":
