@@ -45,8 +45,10 @@ INSTEAD = 'leave place.mesh.layers at "transformers"'
 
 def install_megatron_layers(loaded: LoadedModel, ranks: RankGroup | None = None, *, run_twice: bool = False) -> None:
     """From now on the layers of a model compute as Megatron's under a training layout, which is proved where its
-    weights are here. `ranks`: over which its matrices will be cut (models/tensor_parallel.py). `run_twice`: layers are computed
-    again in the backward pass, and keep nothing (models/recompute.py).
+    weights are here.
+
+    ranks      over which its matrices will be cut (models/tensor_parallel.py)
+    run_twice  layers are computed again in the backward pass, and keep nothing (models/recompute.py)
 
     Raises ModelError where the family has no rules, or Megatron's layers compute something else.
     """

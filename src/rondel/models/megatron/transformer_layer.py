@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 
 
 def build_layer(config: Any, group: Any) -> nn.Module:
-    """Megatron's layer of a model with this config of transformers, on "meta"; `group`: of ranks that it is cut over."""
+    """Megatron's layer of a model with this config of transformers, on "meta"; `group`: ranks that it is cut over."""
     axes = ("tp", "pp", "cp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp")
     groups = ProcessGroupCollection(**dict.fromkeys(axes) | {"tp": group})
     with warnings.catch_warnings(), torch.device("meta"):
