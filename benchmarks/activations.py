@@ -1,5 +1,5 @@
 """One training step on one long sample: seconds and the peak of resident memory, by what is kept for the backward pass,
-by where it waits and by optimizer.
+by where it waits, by whose code computes the layers (place.mesh.layers) and by optimizer.
 
     rondel bench activations --tokens 1024 4096 --recompute none layers --activations device disk --optimizer adamw
 
@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="of the sample")
     parser.add_argument("--recompute", nargs="+", default=["none", "mlp", "layers"], choices=["none", "mlp", "layers"])
     parser.add_argument("--activations", nargs="+", default=["device"], choices=["device", "disk"])
+    parser.add_argument("--layers", nargs="+", default=["transformers"], choices=["transformers", "megatron"])
     parser.add_argument("--optimizer", nargs="+", default=["adamw"], choices=["adamw", "adamw_8bit", "muon"])
     parser.add_argument("--threads", type=int, default=0, help="0 is all cores")
     parser.add_argument("--trl", metavar="PYTHON", help="an interpreter that has TRL, for its step beside ours")
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--case", action="store_true", help=argparse.SUPPRESS)
     a = parser.parse_args(argv)
     if a.case:
-        case = (a.tokens[0], a.recompute[0], a.activations[0], a.optimizer[0])
+        case = (a.tokens[0], a.recompute[0], a.activations[0], a.layers[0], a.optimizer[0])
         print(json.dumps(measure(a.model, a.dtype, *case, threads=a.threads)))
         return
     rows: list[dict[str, Any]] = []
@@ -57,15 +58,19 @@ def main(argv: list[str] | None = None) -> None:
             print(as_line(rows[-1]), flush=True)
 
     for tokens in a.tokens:
-        for recompute, activations, optimizer in itertools.product(a.recompute, a.activations, a.optimizer):
-            if activations != "device" and recompute != "layers":
+        for recompute, activations, layers, optimizer in itertools.product(
+            a.recompute, a.activations, a.layers, a.optimizer
+        ):
+            if (activations != "device" and recompute != "layers") or (recompute == "mlp" and layers == "megatron"):
                 continue
-            case = {"tokens": tokens, "recompute": recompute, "activations": activations, "optimizer": optimizer}
+            case = {"tokens": tokens, "recompute": recompute, "activations": activations, "layers": layers}
+            case |= {"optimizer": optimizer}
             named = [part for name, value in case.items() for part in (f"--{name}", str(value))]
             same = ["--model", a.model, "--dtype", a.dtype, "--threads", str(a.threads)]
             add({"who": "rondel"} | case, [sys.executable, __file__, "--case", *same, *named])
         for recompute, given in {"none": [], "layers": ["--checkpointing"]}.items() if a.trl else ():
-            case = {"tokens": tokens, "recompute": recompute, "activations": "device", "optimizer": "adamw"}
+            case = {"tokens": tokens, "recompute": recompute, "activations": "device", "layers": "transformers"}
+            case |= {"optimizer": "adamw"}
             given = [*given, *(["--amp"] if a.dtype == "bfloat16" else [])]  # weights, like our masters, in float32
             given += ["--tokens", str(tokens), "--threads", str(a.threads or cores())]
             add({"who": "trl"} | case, [a.trl, str(PEER), "--model", folder_of(a.model), *given])
@@ -89,7 +94,7 @@ def run_case(command: list[str], *, most_gb: float, most_seconds: float) -> dict
 
 
 def as_line(row: dict[str, Any]) -> str:
-    name = "{who:6s}  {tokens:6d} tokens  {recompute:6s}  {activations:6s}  {optimizer:10s}".format(**row)
+    name = "{who:6s}  {tokens:6d} tokens  {recompute:6s}  {activations:6s}  {layers:12s}  {optimizer:10s}".format(**row)
     if "ended" in row:
         return f"{name}  ended at {row['ended']}"
     return (
@@ -99,7 +104,7 @@ def as_line(row: dict[str, Any]) -> str:
 
 
 def measure(
-    model: str, dtype: str, tokens: int, recompute: str, activations: str, optimizer: str, *, threads: int
+    model: str, dtype: str, tokens: int, recompute: str, activations: str, layers: str, optimizer: str, *, threads: int
 ) -> dict[str, object]:
     """A short step, which makes the moments, then the one that is timed, in this process."""
     import torch
@@ -114,6 +119,10 @@ def measure(
 
     device = Device("cpu", threads=threads) if threads else Device("cpu")
     loaded = device.call(lambda: load_model(model, dtype=dtype))
+    if layers == "megatron":
+        from rondel.models.megatron.layers import install_megatron_layers
+
+        device.call(lambda: install_megatron_layers(loaded, run_twice=recompute == "layers"))
     algo, vocabulary = resolve_algorithm({"kind": "grpo"}), loaded.model.config.get_text_config().vocab_size
     settings = TrainSettings(
         lr=1e-6, micro_tokens=1, start_probe=0, recompute=recompute, activations=activations, optimizer=optimizer

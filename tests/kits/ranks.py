@@ -107,12 +107,25 @@ class Rank:
         meeting = self.meeting if self.rank == 0 else Rendezvous.connect_to(address)
         self.ranks = FsdpRank(self.rank, mesh, meeting, patience=60)
 
-    def make(self, kind: str, dtype: str = "float32", algo=None, *, teacher: bool = False, **settings) -> None:
+    def make(
+        self,
+        kind: str,
+        dtype: str = "float32",
+        algo=None,
+        *,
+        teacher: bool = False,
+        megatron: bool = False,
+        **settings,
+    ) -> None:
         loaded, chosen = (
             made(kind, dtype, deferred=self.ranks.size > 1),
             TrainSettings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings}),
         )
         needs = algo.needs if algo else frozenset()
+        if megatron:
+            from rondel.models.megatron.layers import install_megatron_layers
+
+            install_megatron_layers(loaded, self.ranks.tensor, run_twice=chosen.recompute == "layers")
         own = loaded if loaded.weights is not None else copy.deepcopy(loaded)
         critic = Critic(own, chosen, ranks=self.ranks) if "values" in needs else None
         self.trainer = LocalTrainer(

@@ -6,6 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from rondel.assemble.format_refusals import refuse_formats
+from rondel.assemble.layer_refusals import refuse_layers
 from rondel.core.config.job import Job
 from rondel.core.config.section import split_kind
 from rondel.core.config.task import EvaluationConfig
@@ -42,6 +43,7 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     _check_focused(job, rows)
     _check_policies(job, rows)
     refuse_formats(job, rows)
+    refuse_layers(job)
     for row in rows.all_rows:
         _check_baseline(job, row)
         _check_reference(job, row)

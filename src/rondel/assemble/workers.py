@@ -210,6 +210,10 @@ def trainer_of(
         settings = with_static_shapes(settings, job, sampling, loaded, needs)
 
     def build_trainer() -> LocalTrainer:
+        if job.place.mesh.layers == "megatron":
+            from rondel.models.megatron.layers import install_megatron_layers
+
+            install_megatron_layers(loaded, ranks.tensor, run_twice=settings.recompute == "layers")
         static: StaticPasses | None = None
         if settings.shapes:
             from rondel.train.static_passes import make_static_passes
@@ -240,7 +244,7 @@ def trainer_of(
         "model.format": format_fact(job),
         "model.teacher": teachers_fact(job),
         "trainer.critic": critic_fact(job) if trainer.critic else "none",
-    }
+    } | ({} if job.place.mesh.layers == "transformers" else {"place.mesh.layers": job.place.mesh.layers})
 
 
 class EngineHost:

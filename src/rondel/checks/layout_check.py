@@ -21,7 +21,8 @@ def check_layouts(job: Job, parts: Components) -> list[CheckFinding]:
     """Of the trainer's ranks, and of engines of several processes."""
     mesh, tp, found = job.place.mesh.to_mesh(job.place.ranks), job.place.engine_tp, list[CheckFinding]()
     if mesh.world > 1:
-        found.append(_try_layout(f"place.mesh = {mesh}", lambda: _check_models(parts, mesh)))
+        megatron = job.place.mesh.layers == "megatron"
+        found.append(_try_layout(f"place.mesh = {mesh}", lambda: _check_models(parts, mesh, megatron=megatron)))
     if tp > 1:
         loaded = parts.trainer.loaded
         what = f"place.engines: tp = {tp}"
@@ -29,10 +30,14 @@ def check_layouts(job: Job, parts: Components) -> list[CheckFinding]:
     return found
 
 
-def _check_models(parts: Components, mesh: Mesh) -> None:
+def _check_models(parts: Components, mesh: Mesh, *, megatron: bool) -> None:
     for trainer in parts.placed.trainers.values():
         if not isinstance(trainer.loaded.head, StepHead):
             _check_layout(trainer.loaded, mesh)
+            if megatron:
+                from rondel.models.megatron.layers import refuse_model
+
+                refuse_model(trainer.loaded, mesh.tp)
 
 
 def _try_layout(what: str, attempt: Callable[[], None]) -> CheckFinding:

@@ -21,6 +21,7 @@ from rondel.train.loss_scale import loss_scale_of
 from rondel.train.optim import MasterWeights
 
 if TYPE_CHECKING:
+    from rondel.models.collectives import RankGroup
     from rondel.models.loaded_model import LoadedModel
     from rondel.train.pack import MicroBatches, PackedBatch, TrainBatch
 
@@ -33,11 +34,13 @@ class SingleRank:
     rank, size             among all processes of the trainer
     data_rank, data_size   among those that take different samples; the others of a data rank compute the same together
     stages                 of layers, one behind the other: each waits for the fullest micro-batch
+    tensor                 the ranks over which each matrix is cut, if it is
     """
 
     rank, size = 0, 1
     data_rank, data_size = 0, 1
     stages = 1
+    tensor: RankGroup | None = None
 
     @property
     def is_leader(self) -> bool:

@@ -37,6 +37,11 @@ class MeshConfig(SettingsTable):
     )
     sp: bool = Field(True, description="with tp, rows between the parts of a layer lie apart, too (sequence parallel)")
 
+    layers: Literal["transformers", "megatron"] = Field(
+        "transformers",
+        description="whose code computes the trainer's layers: that of transformers, as in the engine, or Megatron-Core's, "
+        "with joined products and its own tensor parallel; parameters, gradient and checkpoints stay what they are",
+    )
     prefetch: Annotated[int, Field(ge=0, le=64)] = Field(
         0, description="layers whose weights are gathered while the ones before them compute"
     )
