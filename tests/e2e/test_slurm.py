@@ -12,10 +12,10 @@ from kits.runs import FAST, RECIPE
 from kits.submits import layout
 from rondel.planner.slurm_script import slurm_script
 
-STEPS = 16  # supervised ones first
+SUPERVISED, STEPS = FAST["loop.warmup.steps"], 16  # of these
 GIVEN = [
     *(f"--{key}={str(value).lower()}" for key, value in FAST.items() if key != "run.sinks"),
-    *("--run.sinks=[]", "--run.checkpoint.every=1", f"--loop.steps={STEPS - FAST['loop.warmup.steps']}", "--place.ranks=2"),
+    *("--run.sinks=[]", "--run.checkpoint.every=1", f"--loop.steps={STEPS - SUPERVISED}", "--place.ranks=2"),
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "runs")]
