@@ -1,5 +1,6 @@
 """How many of Rondel's files one steady step of the tiny recipe passes through: each is one that a reader has to open. It
-writes no checkpoint, as 49 of 50 do not."""
+writes no checkpoint, as 49 of 50 do not.
+"""
 
 import sys
 import threading
