@@ -130,12 +130,12 @@ def profiled(runner: Any) -> Iterator[dict[str, float]]:
     shares: dict[str, float] = {}
     plain = runner.step
 
-    def step(plan: Any) -> Any:
+    def step(plan: Any, following: Any) -> Any:
         if plan.chunks:
-            return plain(plan)
+            return plain(plan, following)
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             began = time.perf_counter()
-            out = plain(plan)
+            out = plain(plan, following)
             whole = 1e6 * (time.perf_counter() - began)
         for event in seen.key_averages():
             spent[

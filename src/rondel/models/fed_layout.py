@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rondel.models.cache_pools import CachePool, StepCache
+from rondel.models.device_copies import upload
 from rondel.models.paged_attention import LaunchBatch, TokenRun
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class BlockTable:
         of a few; each counts its rows from 0.
         """
         if self._new:
-            lines, columns, slots = torch.tensor(self._new, dtype=torch.int64).t().contiguous().to(self.table.device)
+            new = torch.tensor(self._new, dtype=torch.int64).t().contiguous()
+            lines, columns, slots = upload(new, self.table.device)
             self.table[lines, columns] = slots.to(torch.int32)
             self._new.clear()
         return FedLayout(
