@@ -5,7 +5,8 @@ steps), in turn (A B A B), and where it goes.
 N requests with contexts of their own, `--context` tokens at first, write `--new` tokens each.
 A step is what lies between two tokens of the first request while all of them decode; the
 number is the median over `--new` steps, of
-each round. Shares are of a step under torch's profiler, by kind of operation: `other` is
+each round. `host` is the share of the plain step outside of the device's thread: planning, delivery, turns of the event
+loop; it is all that can run beside the device. Shares are of a step under torch's profiler, by kind of operation: `other` is
 small operations, or the fused loops of the
 compiled pass, and `between` lies in none. The profiler itself costs most where operations are small.
 """
@@ -64,13 +65,28 @@ def main(argv: list[str] | None = None) -> None:
         engine.scheduler.drop_cache(engine.version)
         return median(asyncio.run(steps(engine, running, a.context, a.new, seed)))
 
+    inside: list[float] = []
+    plain_step = engine.runner.step
+
+    def timed(*plans: Any) -> Any:
+        began = time.perf_counter()
+        out = plain_step(*plans)
+        inside.append(time.perf_counter() - began)
+        return out
+
     table: dict[int, dict[str, list[float]]] = {}
+    host: dict[int, list[float]] = {}
     for n in sizes:
-        table[n] = {name: [] for name in passes}
+        table[n], host[n] = {name: [] for name in passes}, []
+        engine.runner.step = timed  # type: ignore[method-assign]
         for seed in range(a.rounds + 1):  # the first one warms up
             for name in passes:
+                inside.clear()
                 spent = round_of(name, n, seed)
                 table[n][name] += [round(1e3 * spent, 2)] * (seed > 0)
+                if seed and name == "module":
+                    host[n].append(round(1 - median(inside[-a.new :]) / spent, 3))
+        del engine.runner.step
         if not a.json:
             print(
                 f"{n:>4} requests   " + "   ".join(f"{name} {told} ms" for name, told in table[n].items()), flush=True
@@ -87,6 +103,7 @@ def main(argv: list[str] | None = None) -> None:
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "context": a.context,
             "ms": {str(n): row for n, row in table.items()},
+            "host": {str(n): shares for n, shares in host.items()},
             "profiled": a.profile,
             "shares": shares,
             "threads": device.threads,

@@ -3,6 +3,7 @@
 import traceback
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WAITS = ("nonzero", "masked_select", "unique", "equal", "is_nonzero")
@@ -30,6 +31,25 @@ class DeviceTensors(TorchDispatchMode):
             if isinstance(x, torch.Tensor) and on_device and address(x) is not None:
                 self.held.setdefault(address(x), x if x.is_mkldnn else x.untyped_storage())
         return out
+
+
+class BlockingUploads(TorchFunctionMode):
+    """Copies of ordinary memory to the device, for which CUDA's host waits: tensors made on a device, moves that are not
+    asynchronous, lists as indices.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        made = name == "tensor" and kwargs.get("device") is not None
+        moved = name in ("to", "cpu") and not kwargs.get("non_blocking") and isinstance((*args, 0)[1], torch.device)
+        listed = name in ("__getitem__", "__setitem__") and isinstance(args[1], list)
+        if made or moved or listed:
+            self.found.append(f"{name} at {caller()}")
+        return function(*args, **kwargs)
 
 
 def address(x):

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from kits.aligned import model as aligned
 from kits.engine import all_of, ask, engine, idle, prompt, publish_in_place, tiny, twin, watched
-from kits.host_waits import DeviceTensors
+from kits.host_waits import BlockingUploads, DeviceTensors
 from kits.token_log import asked, dies, serving
 from rondel.generate.engine.builtin import step_output
 from rondel.models.device_copies import HostCopy
@@ -201,25 +201,6 @@ def test_a_step_that_breaks_leaves_nothing_begun():
 # -- what the host waits for --------------------------------------------------------------------------
 
 
-class BlockingUploads(TorchFunctionMode):
-    """Copies of ordinary memory to the device, for which CUDA's host waits: tensors made on a device, moves that are not
-    asynchronous, lists as indices.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
-        made = name == "tensor" and kwargs.get("device") is not None
-        moved = name in ("to", "cpu") and not kwargs.get("non_blocking") and isinstance((*args, 0)[1], torch.device)
-        listed = name in ("__getitem__", "__setitem__") and isinstance(args[1], list)
-        if made or moved or listed:
-            self.found.append(name)
-        return function(*args, **kwargs)
-
-
 class Watched:
     """Launches and reads of an engine in order, each with its step, and whatever made the host wait within a launch."""
 
@@ -261,8 +242,17 @@ def test_the_next_step_is_begun_before_the_host_reads_one(monkeypatch, kind):
     at = {id(out.drawn if kind_ == "launch" else out): i for i, (kind_, out, _) in enumerate(watch.events)}
     launched = {id(out): i for i, (kind_, out, _) in enumerate(watch.events) if kind_ == "launch"}
     ahead = 0
-    for before, out in zip(steps, steps[1:], strict=False):
+    for before, out in pairwise(steps):
         is_ahead = watch.events[launched[id(out)]][2]
         ahead += is_ahead
         assert (launched[id(out)] < at[id(before.drawn)]) == is_ahead
     assert ahead == e.serving.ahead.steps > 8
+
+
+def test_uploads_that_the_host_waits_for_are_found():
+    with BlockingUploads() as uploads:
+        torch.tensor([1], device="cpu")
+        torch.ones(2).to(torch.device("cpu"))
+        torch.ones(3)[[0, 2]]
+        torch.ones(2).to(torch.device("cpu"), non_blocking=True)
+    assert [where.split()[0] for where in uploads.found] == ["tensor", "to", "__getitem__"]

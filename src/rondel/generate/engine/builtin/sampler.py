@@ -13,7 +13,7 @@ a block of the vocabulary, then inside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -96,11 +96,12 @@ def sampling_weights(logits: Tensor, samplings: list[Sampling]) -> Tensor:
     if any(s.temperature not in (0, 1) for s in samplings):
         p.div_(upload([s.temperature or 1.0 for s in samplings], p.device)[:, None])
     p.exp_()
-    for cut, wanted in (
+    cuts: tuple[tuple[Callable[[Tensor, Sequence[float]], Tensor], list[float]], ...] = (
         (_top_k, [s.top_k if s.top_k < p.shape[1] and s.temperature else 0 for s in samplings]),
         (_top_p, [s.top_p if s.top_p < 1 and s.temperature else 0 for s in samplings]),
         (_min_p, [s.min_p if s.temperature else 0 for s in samplings]),
-    ):
+    )
+    for cut, wanted in cuts:
         if rows := [row for row, value in enumerate(wanted) if value]:
             at = upload(rows, p.device)
             kept = p if len(rows) == len(p) else p[at]
@@ -177,12 +178,12 @@ def _inverse_cdf(p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 # -- the smallest weight that stays: [R, V], R numbers -> [R, 1] ------------------------------------------
 
 
-def _top_k(p: Tensor, k: list[int]) -> Tensor:
+def _top_k(p: Tensor, k: Sequence[float]) -> Tensor:
     """The k-th largest.  arXiv:1805.04833."""
-    return p.topk(max(k)).values.gather(1, upload(k, p.device)[:, None] - 1)
+    return p.topk(int(max(k))).values.gather(1, upload(k, p.device, torch.int64)[:, None] - 1)
 
 
-def _top_p(p: Tensor, share: list[float]) -> Tensor:
+def _top_p(p: Tensor, share: Sequence[float]) -> Tensor:
     """The last of the largest that together reach the share.  arXiv:1904.09751. A row's
     answer does not depend on its batch.
     """
@@ -200,6 +201,6 @@ def _top_p(p: Tensor, share: list[float]) -> Tensor:
     return least
 
 
-def _min_p(p: Tensor, share: list[float]) -> Tensor:
+def _min_p(p: Tensor, share: Sequence[float]) -> Tensor:
     """A share of the largest, which is 1.  arXiv:2407.01082."""
-    return upload(share, p.device)[:, None]
+    return upload(share, p.device, torch.float32)[:, None]
