@@ -239,13 +239,16 @@ def test_the_next_step_is_begun_before_the_host_reads_one(monkeypatch, kind):
     asyncio.run(arriving(e, wishes, 3))
     assert not watch.waits, set(watch.waits)
     steps = [out for kind_, out, _ in watch.events if kind_ == "launch"]
-    at = {id(out.drawn if kind_ == "launch" else out): i for i, (kind_, out, _) in enumerate(watch.events)}
+    reads: dict[int, list[int]] = {}
+    for i, (kind_, out, _) in enumerate(watch.events):
+        reads.setdefault(id(out), []).extend([i] if kind_ == "read" else [])
     launched = {id(out): i for i, (kind_, out, _) in enumerate(watch.events) if kind_ == "launch"}
     ahead = 0
     for before, out in pairwise(steps):
         is_ahead = watch.events[launched[id(out)]][2]
         ahead += is_ahead
-        assert (launched[id(out)] < at[id(before.drawn)]) == is_ahead
+        (read,) = reads[id(before.drawn)]
+        assert (launched[id(out)] < read) == is_ahead
     assert ahead == e.serving.ahead.steps > 8
 
 
