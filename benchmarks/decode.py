@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=2, help="of module and compiled in turn")
     parser.add_argument("--profile", type=int, default=8, help="requests running where shares are taken; 0 is none")
     parser.add_argument("--threads", type=int, default=0, help="0 is all cores")
+    parser.add_argument("--eager", action="store_true", help="the module alone, nothing is compiled")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of its every start
@@ -58,7 +59,9 @@ def main(argv: list[str] | None = None) -> None:
     sizes = [int(n) for n in a.running.split(",")]
     most = max(*sizes, a.profile)
     engine = BuiltinEngine(loaded, run=device.run, kv_pages=most * (a.context + a.new + 64), max_running=most)
-    passes = {"module": loaded.hidden_states, "compiled": device.call(serving_pass, loaded, most).hidden_states}
+    passes = {"module": loaded.hidden_states}
+    if not a.eager:
+        passes["compiled"] = device.call(serving_pass, loaded, most).hidden_states
 
     def round_of(name: str, running: int, seed: int) -> float:
         engine.runner.hidden = passes[name]
