@@ -17,7 +17,7 @@ from kits.aligned import model as aligned
 from kits.engine import all_of, ask, engine, idle, prompt, publish_in_place, tiny, twin, watched
 from kits.host_waits import BlockingUploads, DeviceTensors
 from kits.token_log import asked, dies, serving
-from rondel.generate.engine.builtin import step_output
+from rondel.generate.engine.builtin import runner
 from rondel.models.device_copies import HostCopy
 
 WISHES = [
@@ -226,8 +226,7 @@ class Watched:
                 return super().wait()
 
         e.runner._launch = launched
-        monkeypatch.setattr(step_output, "HostCopy", Delayed)
-        monkeypatch.setattr("rondel.generate.engine.builtin.runner.HostCopy", Delayed)
+        monkeypatch.setattr(runner, "HostCopy", Delayed)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])

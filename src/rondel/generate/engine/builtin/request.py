@@ -1,4 +1,4 @@
-"""One request inside the engine: what it has, what it wrote, which pages hold its context; and what a step computes."""
+"""One request inside the engine: what it has, what it wrote, which pages hold its context; and what a step computes and reads."""
 
 from __future__ import annotations
 
@@ -201,3 +201,22 @@ class StepPlan:
     @property
     def tokens(self) -> int:
         return sum(n for _, n in self.chunks) + sum(1 + len(live.ahead) for live in self.decoding)
+
+
+@dataclass(slots=True, eq=False)
+class TokenFeed:
+    """Tokens [first, first + n) of what a request has and guesses, on their way through a model."""
+
+    live: SequenceState
+    first: int
+    n: int
+
+    @property
+    def position_ids(self) -> np.ndarray:
+        """[4, n] positions, in a step in which someone sees a picture."""
+        end = self.first + self.n
+        return (
+            np.broadcast_to(np.arange(self.first, end), (4, self.n))
+            if self.live.gaze is None
+            else self.live.gaze.position_ids(self.first, end)
+        )

@@ -18,11 +18,9 @@ from rondel.algos.tokens import select_logprobs
 from rondel.generate.engine.builtin.channels import TokenChannels, note_behavior, note_raw
 from rondel.generate.engine.builtin.logits_processors import process_logits
 from rondel.generate.engine.builtin.pages import PageAllocator
-from rondel.generate.engine.builtin.pass_inputs import TokenFeed
-from rondel.generate.engine.builtin.request import SequenceState, StepPlan
-from rondel.generate.engine.builtin.sampler import draw_tokens, draw_uniforms, read_draws, sampling_weights
+from rondel.generate.engine.builtin.request import SequenceState, StepPlan, TokenFeed
+from rondel.generate.engine.builtin.sampler import StepOutput, draw_tokens, draw_uniforms, read_draws, sampling_weights
 from rondel.generate.engine.builtin.states import SequenceStates, StateMemory
-from rondel.generate.engine.builtin.step_output import StepOutput
 from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionEncoderCache
 from rondel.models.cache_pools import LayerPools
 from rondel.models.device_copies import HostCopy, upload
