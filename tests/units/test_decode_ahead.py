@@ -18,7 +18,7 @@ from kits.engine import all_of, ask, engine, idle, prompt, publish_in_place, tin
 from kits.host_waits import BlockingUploads, DeviceTensors
 from kits.token_log import asked, dies, serving
 from rondel.generate.engine.builtin import runner
-from rondel.models.device_copies import HostCopy
+from rondel.models.cache_pools import HostCopy
 
 WISHES = [
     {},

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rondel.core.errors import LawError
 from rondel.models import linear
-from rondel.models.device_copies import upload
+from rondel.models.cache_pools import upload
 from rondel.models.lora_product import LoraProduct
 
 HEAD = "lm_head"

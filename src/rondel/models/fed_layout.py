@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rondel.models.cache_pools import CachePool, StepCache
-from rondel.models.device_copies import upload
+from rondel.models.cache_pools import CachePool, StepCache, upload
 from rondel.models.paged_attention import LaunchBatch, TokenRun
 
 if TYPE_CHECKING:

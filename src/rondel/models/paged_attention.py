@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rondel.models.device_copies import upload
+from rondel.models.cache_pools import upload
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection

@@ -22,8 +22,7 @@ from rondel.generate.engine.builtin.request import SequenceState, StepPlan, Toke
 from rondel.generate.engine.builtin.sampler import StepOutput, draw_tokens, draw_uniforms, read_draws, sampling_weights
 from rondel.generate.engine.builtin.states import SequenceStates, StateMemory
 from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionEncoderCache
-from rondel.models.cache_pools import LayerPools
-from rondel.models.device_copies import HostCopy, upload
+from rondel.models.cache_pools import HostCopy, LayerPools, upload
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.recurrent.layout import SlotStates
 from rondel.models.routing_tape import RoutingTape

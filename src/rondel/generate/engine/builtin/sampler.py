@@ -25,7 +25,7 @@ from torch import Tensor
 from rondel.core.errors import EngineError
 from rondel.core.types import Sampling
 from rondel.generate.engine.builtin.rejection import matching_prefix_length
-from rondel.models.device_copies import HostCopy, upload
+from rondel.models.cache_pools import HostCopy, upload
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.pages import PageAllocator
