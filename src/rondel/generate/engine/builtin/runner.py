@@ -18,8 +18,9 @@ from rondel.algos.tokens import select_logprobs
 from rondel.generate.engine.builtin.channels import TokenChannels, note_behavior, note_raw
 from rondel.generate.engine.builtin.logits_processors import process_logits
 from rondel.generate.engine.builtin.pages import PageAllocator
+from rondel.generate.engine.builtin.rejection import matching_prefix_length
 from rondel.generate.engine.builtin.request import SequenceState, StepPlan, TokenFeed
-from rondel.generate.engine.builtin.sampler import StepOutput, draw_tokens, draw_uniforms, read_draws, sampling_weights
+from rondel.generate.engine.builtin.sampler import draw_tokens, draw_uniforms, read_draws, sampling_weights
 from rondel.generate.engine.builtin.states import SequenceStates, StateMemory
 from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionEncoderCache
 from rondel.models.cache_pools import HostCopy, LayerPools, upload
@@ -41,6 +42,46 @@ if TYPE_CHECKING:
 # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
 SHARE = 0.7
 ROWS = 512  # logits are made for at most so many rows at once
+
+
+@dataclass(slots=True, eq=False)
+class StepOutput:
+    """What a step draws: on the device at once, where the next step can take it up, and on the host when it is read.
+
+    lives   each with 1 + its guesses rows, in the order of the rows
+    tokens  [R] int64, on the device
+    drawn   [3, R] float64, on its way to the host: tokens, log-probabilities, masses
+    routes  slots [T] and experts [T, L, K] of the step's tokens, where they are recorded
+    """
+
+    lives: list[SequenceState]
+    tokens: Tensor
+    drawn: HostCopy
+    routes: tuple[HostCopy, HostCopy] | None
+
+    def tokens_of(self, lives: list[SequenceState]) -> Tensor:
+        """The tokens of some of them [B], still on the device; none has guesses."""
+        row = {live: at for at, live in enumerate(self.lives)}
+        return self.tokens.index_select(0, upload([row[live] for live in lives], self.tokens.device))
+
+    def read(self) -> list[tuple[SequenceState, int, float]]:
+        """-> (request, token, logprob) in the order of the tokens; the host waits for the step here."""
+        return list(_accepted_rows(self.lives, *read_draws(self.drawn.wait())))
+
+
+def _accepted_rows(
+    lives: list[SequenceState], tokens: list[int], logprobs: list[float]
+) -> Iterator[tuple[SequenceState, int, float]]:
+    """Of each request's rows those up to the first whose token is not the guess, that one
+    included: the rows after it saw a wrong token.
+    """
+    at = 0
+    for live in lives:
+        guessed = len(live.guess)
+        n = 1 + (matching_prefix_length(tokens[at : at + guessed], live.guess) if guessed else 0)
+        for row in range(at, at + n):
+            yield live, tokens[row], logprobs[row]
+        at += 1 + guessed
 
 
 class ModelRunner:
@@ -85,7 +126,10 @@ class ModelRunner:
         output, self._ahead = self._ahead or self._launch(plan), None
         if following is not None:
             self._ahead = self._launch(following, after=output)
-        return output.read(self.pages)
+        drawn = output.read()
+        if output.routes is not None:
+            self.pages.note_routes(*(copy.wait() for copy in output.routes))
+        return drawn
 
     def forget_ahead(self) -> None:
         """The step that was begun ahead is nobody's any more."""
