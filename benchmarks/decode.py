@@ -5,7 +5,8 @@ steps), in turn (A B A B), and where it goes.
 N requests with contexts of their own, `--context` tokens at first, write `--new` tokens each.
 A step is what lies between two tokens of the first request while all of them decode; the
 number is the median over `--new` steps, of
-each round. Shares are of a step under torch's profiler, by kind of operation: `other` is
+each round. `host` is the share of the plain step outside of the device's thread: planning, delivery, turns of the event
+loop; it is all that can run beside the device. Shares are of a step under torch's profiler, by kind of operation: `other` is
 small operations, or the fused loops of the
 compiled pass, and `between` lies in none. The profiler itself costs most where operations are small.
 """
@@ -42,9 +43,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=100, help="tokens of each when it begins")
     parser.add_argument("--new", type=int, default=20, help="tokens of each, so steps of a round")
     parser.add_argument("--rounds", type=int, default=2, help="of module and compiled in turn")
-    parser.add_argument("--passes", nargs="+", default=["module", "compiled"], choices=["module", "compiled"])
     parser.add_argument("--profile", type=int, default=8, help="requests running where shares are taken; 0 is none")
     parser.add_argument("--threads", type=int, default=0, help="0 is all cores")
+    parser.add_argument("--eager", action="store_true", help="the module alone, nothing is compiled")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of its every start
@@ -59,22 +60,36 @@ def main(argv: list[str] | None = None) -> None:
     most = max(*sizes, a.profile)
     engine = BuiltinEngine(loaded, run=device.run, kv_pages=most * (a.context + a.new + 64), max_running=most)
     passes = {"module": loaded.hidden_states}
-    if "compiled" in a.passes:
+    if not a.eager:
         passes["compiled"] = device.call(serving_pass, loaded, most).hidden_states
-    passes = {name: passes[name] for name in a.passes}
 
     def round_of(name: str, running: int, seed: int) -> float:
         engine.runner.hidden = passes[name]
         engine.scheduler.drop_cache(engine.version)
         return median(asyncio.run(steps(engine, running, a.context, a.new, seed)))
 
+    inside: list[float] = []
+    plain_step = engine.runner.step
+
+    def timed(*plans: Any) -> Any:
+        began = time.perf_counter()
+        out = plain_step(*plans)
+        inside.append(time.perf_counter() - began)
+        return out
+
     table: dict[int, dict[str, list[float]]] = {}
+    host: dict[int, list[float]] = {}
     for n in sizes:
-        table[n] = {name: [] for name in passes}
+        table[n], host[n] = {name: [] for name in passes}, []
+        engine.runner.step = timed  # type: ignore[method-assign]
         for seed in range(a.rounds + 1):  # the first one warms up
             for name in passes:
+                inside.clear()
                 spent = round_of(name, n, seed)
                 table[n][name] += [round(1e3 * spent, 2)] * (seed > 0)
+                if seed and name == "module":
+                    host[n].append(round(1 - median(inside[-a.new :]) / spent, 3))
+        del engine.runner.step
         if not a.json:
             print(
                 f"{n:>4} requests   " + "   ".join(f"{name} {told} ms" for name, told in table[n].items()), flush=True
@@ -91,6 +106,7 @@ def main(argv: list[str] | None = None) -> None:
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "context": a.context,
             "ms": {str(n): row for n, row in table.items()},
+            "host": {str(n): shares for n, shares in host.items()},
             "profiled": a.profile,
             "shares": shares,
             "threads": device.threads,
@@ -134,12 +150,12 @@ def profiled(runner: Any) -> Iterator[dict[str, float]]:
     shares: dict[str, float] = {}
     plain = runner.step
 
-    def step(plan: Any) -> Any:
+    def step(plan: Any, following: Any) -> Any:
         if plan.chunks:
-            return plain(plan)
+            return plain(plan, following)
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             began = time.perf_counter()
-            out = plain(plan)
+            out = plain(plan, following)
             whole = 1e6 * (time.perf_counter() - began)
         for event in seen.key_averages():
             spent[

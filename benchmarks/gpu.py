@@ -5,9 +5,9 @@ the first token, and the share of the memory's speed.
 A random dense model of 1.5 billion weights in bf16, unless --model names another or --size
 tiny makes one for a look on a CPU. A decode step reads all weights, and keys and values of
 every context; `share` is these bytes over the step's
-seconds and over what a copy of 1 GiB reaches here, in the same run. Graph and plain pass are timed in turn (A B A B),
-medians of each; `equal` says whether both drew the
-same tokens with logprobs of the same bits.
+seconds and over what a copy of 1 GiB reaches here, in the same run. The plain pass, graphs, and graphs whose next step
+is begun before the host reads one (`ahead`; without a GPU the plain pass, in one thread) are timed in turn (A B C A B C),
+medians of each; `equal` says whether all drew the same tokens with logprobs of the same bits.
 """
 
 from __future__ import annotations
@@ -63,10 +63,14 @@ def main(argv: list[str] | None = None) -> None:
     gpu = loaded.device.type == "cuda"
     sizes = [int(n) for n in a.running.split(",")]
     pages = max(max(sizes) * (a.context + 2 * a.new + 64), 2 * a.prompt)
-    engine = BuiltinEngine(loaded, run=device.run, kv_pages=pages, max_running=max(sizes), prefill_tokens=8192)
-    passes = {"plain": loaded.hidden_states}
+    engine = BuiltinEngine(
+        loaded, run=device.run, kv_pages=pages, max_running=max(sizes), prefill_tokens=8192, decode_ahead=True
+    )
+    ahead = engine.serving.ahead
+    passes: dict[str, tuple[Any, Any]] = {"plain": (loaded.hidden_states, None)}
     if gpu:
-        passes["graph"] = device.call(DecodeGraphs, loaded, max(sizes)).hidden_states
+        passes["graph"] = device.call(DecodeGraphs, loaded, max(sizes)).hidden_states, None
+    passes["ahead"] = passes["graph" if gpu else "plain"][0], ahead
     element, weights = torch.finfo(loaded.dtype).bits // 8, sum(multiplications(loaded.model))
     config = loaded.model.config.get_text_config()
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -79,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def drawn(name: str, running: int) -> Any:
         """What a pass draws from the same requests."""
-        engine.runner.hidden = passes[name]
+        engine.runner.hidden, engine.serving.ahead = passes[name]
         engine.scheduler.drop_cache(engine.version)
 
         async def together() -> Any:
@@ -94,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
         spent: dict[str, list[float]] = {name: [] for name in passes}
         for seed in range(a.rounds + 1):
             for name in passes:
-                engine.runner.hidden = passes[name]
+                engine.runner.hidden, engine.serving.ahead = passes[name]
                 engine.scheduler.drop_cache(engine.version)
                 spent[name] += [median(asyncio.run(steps(engine, n, a.context, a.new, seed)))] * (seed > 0)
         read = element * weights + n * (a.context + a.new / 2) * token
@@ -102,8 +106,7 @@ def main(argv: list[str] | None = None) -> None:
         for name, seconds in spent.items():
             best = median(seconds)
             row[name] = {"ms": round(1e3 * best, 3), "tok_s": round(n / best), "share": round(read / best / speed, 3)}
-        if gpu:
-            row["equal"] = drawn("plain", n) == drawn("graph", n)
+        row["equal"] = all(drawn("plain", n) == drawn(name, n) for name in passes)
         table[str(n)] = row
         if not a.json:
             print(f"{n:>4} requests   {row}", flush=True)

@@ -81,7 +81,7 @@ def measured(steps: int, staleness: int, given: list[str]) -> dict[str, float]:
 
     def count(parts: Any) -> None:
         step = parts.engine.runner.step
-        parts.engine.runner.step = lambda plan: (filled.append(len(parts.engine.scheduler.running)), step(plan))[1]
+        parts.engine.runner.step = lambda *plans: (filled.append(len(parts.engine.scheduler.running)), step(*plans))[1]
 
     with tempfile.TemporaryDirectory() as folder:
         changes = {

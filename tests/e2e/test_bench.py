@@ -28,7 +28,7 @@ SMALL = {
     "contention": "--model {model} --pairs 1 --prompts 1 --group 2 --new 4",
     "controller": "--rollouts 200 --hours 1",
     "dashboard": "--events 1000 --repeat 1",
-    "decode": "--model {model} --running 1 --new 4 --rounds 1 --profile 0 --threads 1 --passes module",
+    "decode": "--model {model} --running 1 --new 4 --rounds 1 --profile 0 --threads 1 --eager",
     "engine_ranks": "--families llama --speed {model} --running 2 --new 4 --rounds 1",
     "long_answers": "--tokens 20000 --samples 2 --steps 1 --ranks 2",
     "families": "--families lfm2 --steps 2 --warmup 2 --rollout lfm2 --prompt 16 --new 2 --groups 1 --group 2 --rounds 1 "

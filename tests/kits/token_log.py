@@ -47,8 +47,8 @@ def counted(e) -> list[int]:
     """How many tokens each step of this engine draws, from now on."""
     drawn, step = [], e.runner.step
 
-    def counting(plan):
-        out = step(plan)
+    def counting(*plans):
+        out = step(*plans)
         drawn.append(len(out))
         return out
 

@@ -16,6 +16,7 @@ import torch
 
 from kits.engine import ask, engine, idle, plain_logprobs, prompt, tiny
 from kits.families import FAMILIES, model
+from kits.host_waits import BlockingUploads
 from kits.sweeps import covering
 from rondel.core.errors import ConfigError
 from rondel.generate.engine.builtin import runner
@@ -224,6 +225,31 @@ def test_a_recorded_step_reads_only_its_inputs_and_notices_what_has_moved(on_gpu
     weight.data = weight.data.clone()
     answers(e, [ask(prompt(5, 4), n=2)])
     assert not any(recording in graphs.recorded.values() for recording in kept.values())
+
+
+@pytest.mark.slow
+def test_a_step_that_begins_ahead_uploads_nothing_that_the_host_waits_for(on_gpu):
+    """A recorded one, whose tokens come from the device."""
+    config = FAMILIES["llama"] | {"num_hidden_layers": 1}
+    loaded, card, uploads = tiny("llama", **config), on_card("llama", **config), []
+    graphs = DecodeGraphs(card, 2, **({} if DEVICE == "cuda" else {"record": Again}))
+    e = engine(card, compiled=graphs, max_running=2, decode_ahead=True)
+    launch = e.runner._launch
+
+    def watched(plan, after=None):
+        with BlockingUploads() as found:
+            out = launch(plan, after)
+        if after is not None:
+            uploads.append(found.found)
+        return out
+
+    e.runner._launch = watched
+    requests = [ask(prompt(g, 4), key=g, n=5, temperature=0.9 * g) for g in range(2)]
+    for request, got in zip(requests, answers(e, requests), strict=True):
+        wanted = plain_logprobs(loaded, [*request.tokens, *got.tokens], temperature=request.sampling.temperature or 1)
+        assert max(abs(a - b) for a, b in zip(got.logprobs, wanted[-len(got.tokens) :], strict=True)) < 1e-4
+    assert uploads == [[]] * e.serving.ahead.steps and len(uploads) == 3
+    idle(e)
 
 
 @contextmanager

@@ -433,11 +433,11 @@ def test_two_real_engines_draw_what_one_draws_through_a_death_and_an_update(tmp_
         a, b = engine(twin(loaded), **disk), Dies(engine(twin(loaded), **disk))
         step = b.whole.runner.step
 
-        def counted(plan):
+        def counted(*plans):
             b.left -= 1
             if b.left < 0:
                 raise RuntimeError("the device fell off the bus")
-            return step(plan)
+            return step(*plans)
 
         b.left = 5
         b.whole.runner.step = counted

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rondel.core.errors import LawError
 from rondel.models import linear
+from rondel.models.cache_pools import upload
 from rondel.models.lora_product import LoraProduct
 
 HEAD = "lm_head"
@@ -93,7 +94,7 @@ class AdapterPass:
                 if adapter is not None:
                     mask[first : first + n, joined.rows[adapter]] = adapter.scale
                 first += n
-            self.mask = mask.to(device)
+            self.mask = upload(mask, torch.device(device))
 
     def add(self, name: str, x: Tensor, out: Tensor) -> Tensor:
         """x [..., I], out = W x [..., O] -> with what the adapters add, in the dtype of `out`."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rondel.models.cache_pools import CachePool, StepCache
+from rondel.models.cache_pools import CachePool, StepCache, upload
 from rondel.models.paged_attention import LaunchBatch, TokenRun
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ class BlockTable:
         of a few; each counts its rows from 0.
         """
         if self._new:
-            lines, columns, slots = torch.tensor(self._new, dtype=torch.int64).t().contiguous().to(self.table.device)
+            new = torch.tensor(self._new, dtype=torch.int64).t().contiguous()
+            lines, columns, slots = upload(new, self.table.device)
             self.table[lines, columns] = slots.to(torch.int32)
             self._new.clear()
         return FedLayout(

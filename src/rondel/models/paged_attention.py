@@ -30,6 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rondel.models.cache_pools import upload
+
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
     from rondel.models.dense_attention import ScoreRule
@@ -66,7 +68,7 @@ class LaunchBatch:
     @classmethod
     def from_runs(cls, table: Tensor, fed: Sequence[TokenRun]) -> LaunchBatch:
         new = [f.new for f in fed]
-        feeds = torch.tensor(fed, dtype=torch.int32).to(table.device)
+        feeds = upload(fed, table.device, torch.int32)
         return cls(table, feeds, new, SPLITS if max(new) <= FEW else 1, fed)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule) -> Tensor:
@@ -115,7 +117,7 @@ class LaunchBatch:
     def query_tiles(self, queries: int) -> Tensor:
         if queries not in self._tiles:
             tiles = [(at, first) for at, new in enumerate(self.new) for first in range(0, new, queries)]
-            self._tiles[queries] = torch.tensor(tiles, dtype=torch.int32).to(self.table.device)
+            self._tiles[queries] = upload(tiles, self.table.device, torch.int32)
         return self._tiles[queries]
 
 

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from rondel.core.errors import ConfigError, EngineError
 from rondel.core.events import Warned, emit
-from rondel.generate.engine.builtin.pass_inputs import TokenFeed
 from rondel.generate.engine.builtin.rejection import accept_draft_tokens, residual_weights
-from rondel.generate.engine.builtin.request import SequenceState
+from rondel.generate.engine.builtin.request import SequenceState, TokenFeed
 from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens, sampling_weights
 from rondel.models.cache_pools import LayerPools
 from rondel.models.vocabulary import same_words

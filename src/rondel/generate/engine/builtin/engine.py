@@ -18,6 +18,7 @@ from rondel.core.protocols import Interrupt, MemoryClaim, Progress, Tags, Transp
 from rondel.core.types import Completion, EngineStatus, Message, Request, TokenScores
 from rondel.generate.engine.builtin.answers import AnswerDelivery, RequestValidator, SequenceLog, written_so_far
 from rondel.generate.engine.builtin.channels import open_channels
+from rondel.generate.engine.builtin.decode_ahead import DecodeAhead
 from rondel.generate.engine.builtin.grammar import GrammarCache
 from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, EngineUpdate, check_interrupt
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
@@ -67,12 +68,15 @@ class BuiltinEngine:
         claim: MemoryClaim | None = None,
         ranks: LeadRank | None = None,
         receiver: AdapterReceiver | None = None,
+        decode_ahead: bool | None = None,
     ) -> None:
         """`concurrency`: who finds out how many of max_running should work together; without one all may.
 
         `claim`: on the memory of a device that a trainer wants, too; without one there is nobody to ask.
         `ranks`: the processes beside this one that hold the other parts of its model, if there are any.
         `receiver`: who takes new weights, where those that change are adapters on this model.
+        `decode_ahead`: begin a decode step before the host has read the one in front of it; None where it gains, which is
+        on a device that computes beside the host.
         """
         self.loaded, self.claim, self.log = loaded, claim, log
         given = transports or {}
@@ -97,6 +101,9 @@ class BuiltinEngine:
         self.validator = RequestValidator(loaded, self.runner)
         self.lifecycle = EngineLifecycle(version, lambda: self.arrivals.is_overwriting)
         self.answers, self._sequence_log = AnswerDelivery(loaded, self.scheduler), SequenceLog(log, self.pages)
+        if decode_ahead is None:
+            decode_ahead = loaded.device.type == "cuda"
+        follows = decode_ahead and speculation is None and states is None and not loaded.leads_ranks
         self.serving = ServingLoop(
             run,
             self.lifecycle,
@@ -107,6 +114,7 @@ class BuiltinEngine:
             speculation=speculation,
             concurrency=concurrency,
             weights=self._own_weight_bytes,
+            ahead=DecodeAhead(self.scheduler) if follows else None,
         )
         self.account = self.serving.account
         self.update = EngineUpdate(self.arrivals, self.lifecycle, self.serving)

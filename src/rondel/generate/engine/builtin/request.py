@@ -1,4 +1,4 @@
-"""One request inside the engine: what it has, what it wrote, which pages hold its context; and what a step computes."""
+"""One request inside the engine: what it has, what it wrote, which pages hold its context; and what a step computes and reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SequenceState:
     pages     |<- shared: tree ->|<- private ->| | ahead ..|      len(pages) = computed: tokens whose keys and values exist
 
     Guesses and their pages live for one step: what the model would have drawn becomes
-    tokens and pages, the rest is given back.
+    tokens and pages, the rest is given back. A step begun ahead has a page there, too, for a token that is not yet known.
     """
 
     request: Request
@@ -96,6 +96,13 @@ class SequenceState:
     @property
     def written(self) -> int:
         return len(self.tokens) - self.prompt
+
+    @property
+    def draws_plainly(self) -> bool:
+        """Whether its next tokens depend on nothing but logits, temperature and truncation, and only they are wanted."""
+        s = self.request.sampling
+        shaped = s.has_penalties or bool(s.logit_bias) or s.grammar is not None or self.written < s.min_tokens
+        return not shaped and self.channels is None
 
     def stands_still(self, version: int) -> bool:
         """Whether it computes nothing under these weights, because it did not when its run was recorded."""
@@ -194,3 +201,22 @@ class StepPlan:
     @property
     def tokens(self) -> int:
         return sum(n for _, n in self.chunks) + sum(1 + len(live.ahead) for live in self.decoding)
+
+
+@dataclass(slots=True, eq=False)
+class TokenFeed:
+    """Tokens [first, first + n) of what a request has and guesses, on their way through a model."""
+
+    live: SequenceState
+    first: int
+    n: int
+
+    @property
+    def position_ids(self) -> np.ndarray:
+        """[4, n] positions, in a step in which someone sees a picture."""
+        end = self.first + self.n
+        return (
+            np.broadcast_to(np.arange(self.first, end), (4, self.n))
+            if self.live.gaze is None
+            else self.live.gaze.position_ids(self.first, end)
+        )

@@ -4,7 +4,7 @@ one sample for every request that needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,13 +18,12 @@ from rondel.algos.tokens import select_logprobs
 from rondel.generate.engine.builtin.channels import TokenChannels, note_behavior, note_raw
 from rondel.generate.engine.builtin.logits_processors import process_logits
 from rondel.generate.engine.builtin.pages import PageAllocator
-from rondel.generate.engine.builtin.pass_inputs import TokenFeed
 from rondel.generate.engine.builtin.rejection import matching_prefix_length
-from rondel.generate.engine.builtin.request import SequenceState, StepPlan
-from rondel.generate.engine.builtin.sampler import draw_uniforms, sample_tokens, sampling_weights
+from rondel.generate.engine.builtin.request import SequenceState, StepPlan, TokenFeed
+from rondel.generate.engine.builtin.sampler import draw_tokens, draw_uniforms, read_draws, sampling_weights
 from rondel.generate.engine.builtin.states import SequenceStates, StateMemory
 from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionEncoderCache
-from rondel.models.cache_pools import LayerPools
+from rondel.models.cache_pools import HostCopy, LayerPools, upload
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.recurrent.layout import SlotStates
 from rondel.models.routing_tape import RoutingTape
@@ -43,6 +42,46 @@ if TYPE_CHECKING:
 # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
 SHARE = 0.7
 ROWS = 512  # logits are made for at most so many rows at once
+
+
+@dataclass(slots=True, eq=False)
+class StepOutput:
+    """What a step draws: on the device at once, where the next step can take it up, and on the host when it is read.
+
+    lives   each with 1 + its guesses rows, in the order of the rows
+    tokens  [R] int64, on the device
+    drawn   [3, R] float64, on its way to the host: tokens, log-probabilities, masses
+    routes  slots [T] and experts [T, L, K] of the step's tokens, where they are recorded
+    """
+
+    lives: list[SequenceState]
+    tokens: Tensor
+    drawn: HostCopy
+    routes: tuple[HostCopy, HostCopy] | None
+
+    def tokens_of(self, lives: list[SequenceState]) -> Tensor:
+        """The tokens of some of them [B], still on the device; none has guesses."""
+        row = {live: at for at, live in enumerate(self.lives)}
+        return self.tokens.index_select(0, upload([row[live] for live in lives], self.tokens.device))
+
+    def read(self) -> list[tuple[SequenceState, int, float]]:
+        """-> (request, token, logprob) in the order of the tokens; the host waits for the step here."""
+        return list(_accepted_rows(self.lives, *read_draws(self.drawn.wait())))
+
+
+def _accepted_rows(
+    lives: list[SequenceState], tokens: list[int], logprobs: list[float]
+) -> Iterator[tuple[SequenceState, int, float]]:
+    """Of each request's rows those up to the first whose token is not the guess, that one
+    included: the rows after it saw a wrong token.
+    """
+    at = 0
+    for live in lives:
+        guessed = len(live.guess)
+        n = 1 + (matching_prefix_length(tokens[at : at + guessed], live.guess) if guessed else 0)
+        for row in range(at, at + n):
+            yield live, tokens[row], logprobs[row]
+        at += 1 + guessed
 
 
 class ModelRunner:
@@ -68,6 +107,7 @@ class ModelRunner:
         self.lines = lines_of(loaded, rows, pages.count)
         self.eyes = VisionEncoderCache(loaded)
         self._adapted: AdapterPass | None = None  # whose tokens those of the last pass were
+        self._ahead: StepOutput | None = None  # of a step that was begun before the one in front of it was read
 
     @property
     def cache_bytes(self) -> int:
@@ -79,34 +119,45 @@ class ModelRunner:
         return states + sum(pool.pool_bytes for pool in pools)
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> list[tuple[SequenceState, int, float]]:
-        """Compute the plan. -> (request, token, logprob) for those whose prompt is complete or
-        that decode, in order of their tokens.
+    def step(self, plan: StepPlan, following: StepPlan | None = None) -> list[tuple[SequenceState, int, float]]:
+        """Compute the plan, unless that was begun, and begin `following` before the host waits for what was drawn.
+        -> (request, token, logprob) for those whose prompt is complete or that decode, in order of their tokens.
         """
+        output, self._ahead = self._ahead or self._launch(plan), None
+        if following is not None:
+            self._ahead = self._launch(following, after=output)
+        drawn = output.read()
+        if output.routes is not None:
+            self.pages.note_routes(*(copy.wait() for copy in output.routes))
+        return drawn
+
+    def forget_ahead(self) -> None:
+        """The step that was begun ahead is nobody's any more."""
+        self._ahead = None
+
+    def _launch(self, plan: StepPlan, after: StepOutput | None = None) -> StepOutput:
+        """`after`: the step before it, where that has not been read: each request's newest token is there."""
         if self.draft is not None:
             self.draft.propose_drafts(self, plan)
         if self.states is not None:
             self.states.make_copies()
-        hidden, last = self._forward_step(plan)
-        out: list[tuple[SequenceState, int, float]] = []
+        hidden, last, routes = self._forward_step(plan, after)
+        drawn = []
         for part in _row_batches(last):
-            rows = torch.tensor(
-                [first + i for live, first in part for i in range(1 + len(live.guess))], device=self.device
-            )
-            out += self._sample_tokens([live for live, _ in part], self._logits(hidden, rows))
-        return out
+            rows = upload([first + i for live, first in part for i in range(1 + len(live.guess))], self.device)
+            lives = [live for live, _ in part]
+            drawn.append(self._draw_rows(lives, self._logits(hidden, rows), unread=int(after is not None)))
+        whole = torch.cat(drawn, 1) if drawn else torch.empty(3, 0)
+        return StepOutput([live for live, _ in last], whole[0].long(), HostCopy(whole), routes)
 
-    def _sample_tokens(self, lives: list[SequenceState], logits: Tensor) -> Iterable[tuple[SequenceState, int, float]]:
-        """Tokens from rows of logits [B, V], one for each request and each of its guesses; they
-        are overwritten, raw logprobs taken before.
+    def _draw_rows(self, lives: list[SequenceState], logits: Tensor, unread: int) -> Tensor:
+        """[3, B] as `draw_tokens` from rows of logits [B, V], one for each request and each of its guesses; they
+        are overwritten, raw logprobs taken before. `unread` tokens of each are drawn and not yet known.
         """
         part = [live for live in lives for _ in range(1 + len(live.guess))]
         samplings = [live.request.sampling for live in part]
-        heard = [
-            (row, live.channels)
-            for row, live in enumerate(part)
-            if live.channels is not None and live.channels.reads_raw
-        ]
+        noted = [(row, live, live.channels) for row, live in enumerate(part) if live.channels is not None]
+        heard = [(row, channels) for row, _, channels in noted if channels.reads_raw]
         raw = logits[[row for row, _ in heard]].log_softmax(-1) if heard else None
         if shaped := [(row, part[row]) for row, s in enumerate(samplings) if s.changes_logits]:
             process_logits(logits, shaped)
@@ -115,35 +166,24 @@ class ModelRunner:
             if self.loaded.aligned
             else []
         )
-        exact = logits[plain]
+        at = upload(plain, self.device, torch.int64)
+        exact = logits[at] if plain else logits
         p = sampling_weights(logits, samplings)
-        places = [(live.request.key, live.noise_counter + i) for live in lives for i in range(1 + len(live.guess))]
-        noise = draw_uniforms([key for key, _ in places], [t for _, t in places])
-        tokens, logprobs = sample_tokens(p, samplings, noise)
+        places = [
+            (live.request.key, live.noise_counter + unread + i) for live in lives for i in range(1 + len(live.guess))
+        ]
+        drawn = draw_tokens(p, samplings, draw_uniforms([key for key, _ in places], [t for _, t in places]))
         if self.draft is not None:
-            tokens, logprobs = self.draft.verify_drafts(lives, p, tokens, logprobs)
-        for row, logprob in zip(
-            plain,
-            self._as_trained(
-                exact, [samplings[row].temperature or 1.0 for row in plain], [tokens[row] for row in plain]
-            ),
-        ):
-            logprobs[row] = logprob
+            verified = self.draft.verify_drafts(lives, p, *read_draws(drawn))
+            drawn[:2] = upload(verified, self.device, torch.float64)
+        if plain:
+            drawn[1, at] = _as_trained(exact, [samplings[row].temperature or 1.0 for row in plain], drawn[0, at].long())
         if raw is not None:
+            tokens, _ = read_draws(drawn)
             note_raw(raw, [tokens[row] for row, _ in heard], [channels for _, channels in heard])
-        for row, live in enumerate(part):
-            if live.channels is not None:
-                self._note_rest(live, live.channels, p[row])
-        return _accepted_rows(lives, tokens, logprobs)
-
-    def _as_trained(self, logits: Tensor, temperatures: list[float], tokens: list[int]) -> list[float]:
-        """Logprobs by the trainer's own formula, for aligned numerics."""
-        out = torch.empty(len(tokens))
-        for temperature in set(temperatures):
-            rows = [row for row, t in enumerate(temperatures) if t == temperature]
-            z = logits[rows] if temperature == 1.0 else logits[rows].div_(temperature)
-            out[rows] = select_logprobs(z, torch.tensor([tokens[row] for row in rows], device=z.device))[0].cpu()
-        return out.tolist()
+        for row, live, channels in noted:
+            self._note_rest(live, channels, p[row])
+        return drawn
 
     def _note_rest(self, live: SequenceState, channels: TokenChannels, p: Tensor) -> None:
         """p [V]: the weights that its token was drawn with."""
@@ -191,15 +231,19 @@ class ModelRunner:
                 likely += [list(zip(*row)) for row in zip(best.tolist(), values.tolist())]
         return out, likely
 
-    def _forward_step(self, plan: StepPlan) -> tuple[Tensor, list[tuple[SequenceState, int]]]:
-        """Hidden states of the step's new tokens, and the first of the rows from which a
-        request's tokens are drawn: 1 + its guesses.
+    def _forward_step(
+        self, plan: StepPlan, after: StepOutput | None
+    ) -> tuple[Tensor, list[tuple[SequenceState, int]], tuple[HostCopy, HostCopy] | None]:
+        """Hidden states of the step's new tokens, the first of the rows from which a request's tokens are drawn
+        (1 + its guesses), and the routes of `StepOutput`.
         """
         chunks = [TokenFeed(live, live.computed_tokens - n, n) for live, n in plan.chunks if n > 1]
         # siblings that find their prompt cached
         single = [TokenFeed(live, live.computed_tokens - 1, 1) for live, n in plan.chunks if n == 1]
-        single += [TokenFeed(live, live.computed_tokens - 1, 1 + len(live.guess)) for live in plan.decoding]
-        ids, at, layout, ends = self.pack_feeds(chunks, single, self.pages.keys, self.pages.values)
+        newest = 1 if after is None else 0  # the place of a token that is not read is behind what has a page
+        single += [TokenFeed(live, live.computed_tokens - newest, 1 + len(live.guess)) for live in plan.decoding]
+        unread = None if after is None else after.tokens_of(plan.decoding)
+        ids, at, layout, ends = self.pack_feeds(chunks, single, self.pages.keys, self.pages.values, unread)
         if self.states is not None:
             runs = [(end - f.n, f.n, f.live.row, f.first == 0) for f, end in zip([*chunks, *single], ends)]
             layout.states = SlotStates(self.states.memory, runs, self.device)
@@ -212,9 +256,7 @@ class ModelRunner:
         feeds = [*chunks, *single]
         whose = [(f.live.request.adapter, f.n) for f in feeds]
         hidden = self._forward_pass(ids, at, layout, [(f.first, f.n, f.live.gaze) for f in feeds], whose, tape)
-        if tape is not None:
-            self.pages.note_routes(layout.write, tape.recorded_routes)
-        return hidden, last
+        return hidden, last, None if tape is None else (HostCopy(layout.write), HostCopy(tape.recorded_routes))
 
     def _forward_pass(
         self,
@@ -245,10 +287,15 @@ class ModelRunner:
         )
 
     def pack_feeds(
-        self, chunks: list[TokenFeed], single: list[TokenFeed], keys: LayerPools, values: LayerPools
+        self,
+        chunks: list[TokenFeed],
+        single: list[TokenFeed],
+        keys: LayerPools,
+        values: LayerPools,
+        ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, PagedLayout | FedLayout, list[int]]:
         """Packed tokens, their positions, who sees whom, and where each feed ends. The tokens
-        of `single` feeds look back row by row.
+        of `single` feeds look back row by row. `ids`: the tokens, where the host does not know them.
         """
         tokens: list[int] = []
         positions: list[int] = []
@@ -261,16 +308,17 @@ class ModelRunner:
             if self.lines is None and len(laid) < len(chunks):
                 laid.append(
                     PrefillChunk(
-                        len(tokens),
+                        len(positions),
                         feed.n,
-                        torch.tensor(_slice_joined(live.pages, live.ahead, 0, end), device=self.device),
+                        upload(_slice_joined(live.pages, live.ahead, 0, end), self.device),
                     )
                 )
             tokens += _slice_joined(live.tokens, live.guess, first, end)
             positions += range(first, end)
             write += _slice_joined(live.pages, live.ahead, first, end)
-            ends.append(len(tokens))
-        ids, at, where = (torch.tensor(x, device=self.device) for x in (tokens, positions, write))
+            ends.append(len(positions))
+        ids = upload(tokens, self.device) if ids is None else ids
+        at, where = upload(positions, self.device), upload(write, self.device)
         if any(feed.live.gaze is not None for feed in [*chunks, *single]):
             at = torch.from_numpy(np.concatenate([feed.position_ids for feed in [*chunks, *single]], 1)).to(self.device)
         if self.lines is not None:
@@ -292,9 +340,8 @@ class ModelRunner:
             own = _Families.from_rows([(id(feed), feed.first) for feed, _ in rows], total)
             best = min((best, own), key=lambda families: families.cost)
         if self.loaded.aligned or best.cost > SHARE * int(total.max()) * len(rows):
-            return DecodeBatch(
-                self._slot_table(lines, torch.zeros_like(total), total).to(self.device), total.to(self.device)
-            )
+            whole = self._slot_table(lines, torch.zeros_like(total), total)
+            return DecodeBatch(upload(whole, self.device), upload(total, self.device))
         grid, place = best.member_grid()
         prefix = self._slot_table(lines[grid[:, 0]], torch.zeros_like(best.shared), best.shared)
         parts = (
@@ -305,7 +352,7 @@ class ModelRunner:
             grid,
             place,
         )
-        slots, lengths, *family = (x.to(self.device) for x in parts)
+        slots, lengths, *family = (upload(x, self.device) for x in parts)
         return DecodeBatch(slots, lengths, *family)  # type: ignore[arg-type]  # four tensors
 
     def _slot_table(self, rows: Tensor, first: Tensor, count: Tensor) -> Tensor:
@@ -371,19 +418,14 @@ def _row_batches(last: list[tuple[SequenceState, int]]) -> Iterator[list[tuple[S
         yield part
 
 
-def _accepted_rows(
-    lives: list[SequenceState], tokens: list[int], logprobs: list[float]
-) -> Iterator[tuple[SequenceState, int, float]]:
-    """Of each request's rows those up to the first whose token is not the guess, that one
-    included: the rows after it saw a wrong token.
-    """
-    at = 0
-    for live in lives:
-        guessed = len(live.guess)
-        n = 1 + (matching_prefix_length(tokens[at : at + guessed], live.guess) if guessed else 0)
-        for row in range(at, at + n):
-            yield live, tokens[row], logprobs[row]
-        at += 1 + guessed
+def _as_trained(logits: Tensor, temperatures: list[float], tokens: Tensor) -> Tensor:
+    """Logprobs by the trainer's own formula, for aligned numerics."""
+    out = torch.empty(len(tokens), device=logits.device)
+    for temperature in set(temperatures):
+        rows = upload([row for row, t in enumerate(temperatures) if t == temperature], logits.device)
+        z = logits[rows] if temperature == 1.0 else logits[rows].div_(temperature)
+        out[rows] = select_logprobs(z, tokens[rows])[0]
+    return out.double()
 
 
 def _slice_joined(known: list[int], more: list[int], first: int, end: int) -> list[int]:

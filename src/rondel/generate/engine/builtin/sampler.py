@@ -13,7 +13,7 @@ a block of the vocabulary, then inside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rondel.core.errors import EngineError
 from rondel.core.types import Sampling
+from rondel.models.cache_pools import upload
 
 WORD = 2**64 - 1
 PHILOX = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
@@ -93,20 +94,22 @@ def sampling_weights(logits: Tensor, samplings: list[Sampling]) -> Tensor:
     """
     p = logits.sub_(logits.amax(-1, keepdim=True))  # NaN where a logit is not finite: `sample_tokens` refuses these
     if any(s.temperature not in (0, 1) for s in samplings):
-        p.div_(torch.tensor([s.temperature or 1.0 for s in samplings], device=p.device)[:, None])
+        p.div_(upload([s.temperature or 1.0 for s in samplings], p.device)[:, None])
     p.exp_()
-    for cut, kind, wanted in (
-        (_top_k, torch.int64, [s.top_k if s.top_k < p.shape[1] and s.temperature else 0 for s in samplings]),
-        (_top_p, torch.float64, [s.top_p if s.top_p < 1 and s.temperature else 0 for s in samplings]),
-        (_min_p, torch.float32, [s.min_p if s.temperature else 0 for s in samplings]),
-    ):
+    cuts: tuple[tuple[Callable[[Tensor, Sequence[float]], Tensor], list[float]], ...] = (
+        (_top_k, [s.top_k if s.top_k < p.shape[1] and s.temperature else 0 for s in samplings]),
+        (_top_p, [s.top_p if s.top_p < 1 and s.temperature else 0 for s in samplings]),
+        (_min_p, [s.min_p if s.temperature else 0 for s in samplings]),
+    )
+    for cut, wanted in cuts:
         if rows := [row for row, value in enumerate(wanted) if value]:
-            kept = p if len(rows) == len(p) else p[rows]
+            at = upload(rows, p.device)
+            kept = p if len(rows) == len(p) else p[at]
             # [R, 1]; ties with it stay
-            least = cut(kept, torch.tensor([wanted[row] for row in rows], device=p.device, dtype=kind))
+            least = cut(kept, [wanted[row] for row in rows])
             kept.masked_fill_(kept < least, 0.0)
             if kept is not p:
-                p[rows] = kept
+                p[at] = kept
     return p
 
 
@@ -115,15 +118,26 @@ def sample_tokens(p: Tensor, samplings: list[Sampling], noise: list[float]) -> t
 
     A GPU is waited for once. Raises EngineError where the logits were not finite.
     """
-    chosen, total = _inverse_cdf(p, torch.tensor(noise, dtype=torch.float64, device=p.device))
+    return read_draws(draw_tokens(p, samplings, noise))
+
+
+def draw_tokens(p: Tensor, samplings: list[Sampling], noise: list[float]) -> Tensor:
+    """The same on the device of the weights: [3, B] float64, tokens, log-probabilities and masses. Nothing waits."""
+    chosen, total = _inverse_cdf(p, upload(noise, p.device, torch.float64))
     chosen.clamp_max_(p.shape[1] - 1)  # among NaN no aim is found
     if greedy := [row for row, s in enumerate(samplings) if s.temperature == 0]:
-        chosen[greedy] = p[greedy].argmax(-1)  # the first of the largest, whose weight is 1
+        at = upload(greedy, p.device)
+        chosen[at] = p[at].argmax(-1)  # the first of the largest, whose weight is 1
     logprobs = (p.gather(1, chosen[:, None])[:, 0].double() / total).log().clamp_max_(0.0)
-    tokens, found, mass = torch.stack([chosen.double(), logprobs, total]).tolist()
-    if any(map(math.isnan, mass)):
+    return torch.stack([chosen.double(), logprobs, total])
+
+
+def read_draws(drawn: Tensor) -> tuple[list[int], list[float]]:
+    """[3, B] of `draw_tokens`, on the host -> (tokens, log-probabilities)."""
+    tokens, logprobs, masses = drawn.tolist()
+    if any(map(math.isnan, masses)):
         raise EngineError("the model's logits are not finite: its weights or activations have overflowed")
-    return [int(token) for token in tokens], found
+    return [int(token) for token in tokens], logprobs
 
 
 def draw_more(p: Tensor, uniforms: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -161,19 +175,19 @@ def _inverse_cdf(p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     return (block * BLOCK + within)[:, 0], upto[:, -1]
 
 
-# -- the smallest weight that stays: [R, V], [R] -> [R, 1] ------------------------------------------
+# -- the smallest weight that stays: [R, V], R numbers -> [R, 1] ------------------------------------------
 
 
-def _top_k(p: Tensor, k: Tensor) -> Tensor:
+def _top_k(p: Tensor, k: Sequence[float]) -> Tensor:
     """The k-th largest.  arXiv:1805.04833."""
-    return p.topk(int(k.max())).values.gather(1, k[:, None] - 1)
+    return p.topk(int(max(k))).values.gather(1, upload(k, p.device, torch.int64)[:, None] - 1)
 
 
-def _top_p(p: Tensor, share: Tensor) -> Tensor:
+def _top_p(p: Tensor, share: Sequence[float]) -> Tensor:
     """The last of the largest that together reach the share.  arXiv:1904.09751. A row's
     answer does not depend on its batch.
     """
-    goal = share * p.sum(-1, dtype=torch.float64)
+    goal = upload(share, p.device, torch.float64) * p.sum(-1, dtype=torch.float64)
     least = torch.empty(len(p), 1, device=p.device)
     rows = torch.arange(len(p), device=p.device)
     for n in (min(LIKELY, p.shape[1]), p.shape[1]):
@@ -187,6 +201,6 @@ def _top_p(p: Tensor, share: Tensor) -> Tensor:
     return least
 
 
-def _min_p(p: Tensor, share: Tensor) -> Tensor:
+def _min_p(p: Tensor, share: Sequence[float]) -> Tensor:
     """A share of the largest, which is 1.  arXiv:2407.01082."""
-    return share[:, None]
+    return upload(share, p.device, torch.float32)[:, None]

@@ -205,7 +205,7 @@ class Scheduler:
                     self.sequence_pages.store_prefix(live, live.computed_tokens)
             elif live.computed_tokens >= live.prompt:
                 self.sequence_pages.store_prefix(live, live.prompt)
-        self.decoded += sum(1 + len(live.ahead) for live in plan.decoding)
+        self.decoded += sum(1 + len(live.guess) for live in plan.decoding)
 
     def roll_back(self, plan: StepPlan) -> None:
         """After delivery: the pages of guesses that did not come true are free again."""

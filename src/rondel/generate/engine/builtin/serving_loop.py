@@ -22,6 +22,7 @@ from rondel.generate.engine.builtin.lifecycle import StepTask
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.answers import AnswerDelivery, SequenceLog
+    from rondel.generate.engine.builtin.decode_ahead import DecodeAhead
     from rondel.generate.engine.builtin.lifecycle import EngineLifecycle
     from rondel.generate.engine.builtin.request import SequenceState
     from rondel.generate.engine.builtin.runner import ModelRunner
@@ -52,13 +53,14 @@ class ServingLoop(StepTask):
         speculation: SpeculativeDecoder | None,
         concurrency: ConcurrencyController | None,
         weights: Callable[[], Mapping[str, int]],
+        ahead: DecodeAhead | None,
     ) -> None:
-        """`weights`: bytes of those that are the engine's own, by name."""
+        """`weights`: bytes of those that are the engine's own, by name. `ahead`: begins steps before they are asked for."""
         self.account = TimeAccount("engine")
         super().__init__(lifecycle, self.account.switch_to)
         self.run, self.scheduler, self.runner = run, scheduler, runner
         self.answers, self.log, self.speculation, self.concurrency = answers, log, speculation, concurrency
-        self.seconds, self._weights = 0.0, weights
+        self.seconds, self._weights, self.ahead = 0.0, weights, ahead
         self._retracted = 0  # of the scheduler, when the account was told last
         self.gone: list[SequenceState] = []
         self._aborted: list[SequenceState] = []  # and those that shall return what they have
@@ -76,13 +78,17 @@ class ServingLoop(StepTask):
             and any(not live.stands_still(self.lifecycle.version) for live in everyone)
         )
 
+    @property
+    def _has_begun_ahead(self) -> bool:
+        return self.ahead is not None and self.ahead.plan is not None
+
     async def _step_until_done(self) -> None:
         """Step until nothing is left or a pause arrives."""
         began = told = time.perf_counter()
         tokens = 0
         try:
             await self._wait_for_arrivals()
-            while self._may_step:
+            while self._may_step or self._has_begun_ahead:
                 tokens += await self._run_step()
                 if (now := time.perf_counter()) - told > HEARTBEAT:
                     emit(Generating(len(self.scheduler.running), len(self.scheduler.waiting), tokens, now - began))
@@ -105,17 +111,22 @@ class ServingLoop(StepTask):
         """-> how many tokens were drawn."""
         scheduler, version = self.scheduler, self.lifecycle.version
         started, retracted = time.perf_counter(), scheduler.retracted
-        plan = scheduler.plan_step(version, fresh=self.lifecycle.admits)
+        plan = begun = self.ahead.take_plan() if self.ahead is not None else None
+        if plan is None:
+            plan = scheduler.plan_step(version, fresh=self.lifecycle.admits)
         felt = bool(scheduler.waiting) and len(scheduler.running) >= scheduler.limit
-        if not plan.tokens:
+        if begun is None and not plan.tokens:
             raise LawError(
                 f"a step without tokens: {len(scheduler.running)} requests run, {len(scheduler.waiting)} wait, "
                 f"{scheduler.pages.free_count} pages are free"
             )
         if self.speculation is not None:
             self.speculation.propose_drafts(plan, scheduler)
+        following = self.ahead.plan_after(plan) if self.ahead is not None and self._may_step else None
         began = time.perf_counter()
-        drawn = await self.run(self.runner.step, plan)
+        drawn = await self.run(self.runner.step, plan, following)
+        if begun is not None:  # whoever ended in the step before it has drawn nothing here
+            drawn = [each for each in drawn if each[0].row >= 0]
         version = self.lifecycle.version
         self.log.record_step(drawn, version)
         if self.speculation is not None:
@@ -124,7 +135,8 @@ class ServingLoop(StepTask):
         for live, token, logprob in drawn:
             if live.row >= 0:  # else a token before this one ended it: the rest of its round was never written
                 self.answers.deliver_token(live, token, logprob, version)
-        scheduler.roll_back(plan)
+        if following is None:
+            scheduler.roll_back(plan)
         scheduler.follow_lines(version)
         self._let_go()
         scheduler.check_invariants()
@@ -199,6 +211,9 @@ class ServingLoop(StepTask):
         the engine refuses until a good update.
         """
         self.lifecycle.broken = f"its step broke: {type(error).__name__}: {error}"
+        if self.ahead is not None:
+            self.ahead.plan = None
+            self.runner.forget_ahead()
         self.scheduler.drop_cache(self.lifecycle.version)
         self.gone.clear()
         self._aborted.clear()

@@ -134,7 +134,7 @@ class SpeculativeDecoder:
         for live in plan.decoding:
             # the last token of a round is never a guess
             most = min(self.pays.k, live.request.sampling.max_tokens - live.written - 1)
-            if most < 1 or not can_speculate(live):
+            if most < 1 or not live.draws_plainly:
                 continue
             if self.draft is not None:
                 guesses.append((live, most, []))
@@ -176,10 +176,3 @@ class SpeculativeDecoder:
         rounds, proposed, accepted = (a - b for a, b in zip(now, self.told))
         self.told = now
         return rounds, proposed, accepted
-
-
-def can_speculate(live: SequenceState) -> bool:
-    """Whether its next tokens depend on nothing but logits, temperature and truncation, and only they are wanted."""
-    s = live.request.sampling
-    shaped = s.has_penalties or bool(s.logit_bias) or s.grammar is not None or live.written < s.min_tokens
-    return not shaped and live.channels is None
