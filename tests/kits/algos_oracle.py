@@ -321,11 +321,13 @@ def valued(rule, batch: Ragged, shaped: list[float], rewards: list[float], i: in
 
 
 def by_prompt(rule, prompts: list[str], shaped: list[float], groups: list[int]) -> list[float]:
-    """DDPO as its authors' PerPromptStatTracker has it (ddpo-pytorch): a deque for each prompt, numpy's mean and std."""
+    """DDPO as its authors' PerPromptStatTracker has it (ddpo-pytorch): a deque for each prompt, numpy's mean and std.
+    A step of more rewards than it holds is kept whole, or the order of its samples would choose.
+    """
     out = [0.0] * len(shaped)
     for prompt in set(prompts):
         own = [i for i in range(len(prompts)) if prompts[i] == prompt]
-        stats = deque(rule.history.get(prompt, ()), maxlen=rule.window)
+        stats = deque(rule.history.get(prompt, ()), maxlen=max(rule.window, len(own)))
         stats.extend(shaped[i] for i in sorted(own, key=lambda i: groups[i]))
         kept = shaped if len(stats) < rule.least else list(stats)
         for i in own:

@@ -21,7 +21,7 @@ class PromptNorm(Component):
     window of 0, mean and std are those of the whole step. The trainer keeps the rewards of earlier steps, and a
     checkpoint too. Zero where all rewards agree.
 
-    window     rewards of a prompt that are remembered; 0: none, all of the step are compared
+    window     rewards of a prompt that are remembered, a step of more is kept whole; 0: none, all of the step are compared
     least      with fewer rewards of its prompt a sample is compared with the whole step
     eps        added to the standard deviation
     bound      largest size of an advantage
@@ -65,13 +65,13 @@ class PromptNorm(Component):
         return torch.stack(found).clamp(-self.bound, self.bound)
 
     def next_history(self, tasks: Sequence[str], rewards: Sequence[float]) -> dict[str, list[float]]:
-        """The last `window` rewards of each task of a step, after it; those of the step by group, so that no order of
-        groups changes them.
+        """The last `window` rewards of each task of a step, after it; those of the step by group and all of them, however
+        many, so that no order of its samples changes them.
         """
-        out: dict[str, list[float]] = {}
+        new: dict[str, list[float]] = {}
         for task, reward in zip(tasks, rewards, strict=True) if self.window else ():
-            out.setdefault(task, list(self.history.get(task, ()))).append(reward)
-        return {task: own[-self.window :] for task, own in out.items()}
+            new.setdefault(task, []).append(reward)
+        return {task: [*self.history.get(task, ()), *own][-max(self.window, len(own)) :] for task, own in new.items()}
 
     def __str__(self) -> str:
         over = f"the last {self.window} of its prompt, of the step with fewer than {self.least}"
