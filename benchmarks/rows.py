@@ -1,5 +1,5 @@
 """Rows of the table on the tiny task, from the same start and with the same number
-of samples; nothing is tuned to a row.
+of samples; nothing is tuned to a row but the critic of ppo, the sampling of ssd and the entropy bonus of a_star_po.
 
     rondel bench rows --rows grpo,dr_grpo,dapo,gspo,cispo,rloo,reinforce_pp,ppo,opd --seeds 3 --json
 For every seed one supervised phase, then each row for `--steps` steps from its weights.
@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 RECIPE = Path(__file__).parents[1] / "recipes" / "tiny.toml"
 MORE: dict[str, dict[str, Any]] = {
+    "a_star_po": {"algo.entropy.coef": 2e-5},  # the recipe's 0.01 beside a gradient of 0.002·A
     "ppo": {"trainer.critic.lr": 3e-3},
     "ssd": {f"engine.sampling.{knob}": value for knob, value in (("temperature", 0.6), ("top_k", 20), ("top_p", 0.95))},
 }

@@ -1,5 +1,5 @@
 """The weight of the entropy that follows a target (arXiv:2505.22312): up below it, down
-above it, within its bounds, over a resume.
+above it, within its bounds, over a resume. And a weight beside which nothing else counts.
 """
 
 from __future__ import annotations
@@ -7,7 +7,9 @@ from __future__ import annotations
 import pytest
 
 from kits.train import awkward_groups, batch, model, row, step, trainer
+from rondel.assemble.rows import warn_of_entropy
 from rondel.core.errors import ConfigError
+from rondel.core.events import Warned, subscribe
 from rondel.train.checkpoint import load_trainer, save_trainer
 
 
@@ -48,3 +50,20 @@ def test_it_begins_from_nothing():
 def test_knobs(entropy, says):
     with pytest.raises(ConfigError, match=says):
         row("grpo", entropy=entropy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "coef", "says"),
+    [
+        ("grpo", 0.01, ""),
+        ("grpo", -0.01, "paid for being certain"),
+        ("a_star_po", 2e-5, ""),
+        ("a_star_po", 0.01, "more than a_star_po moves for an advantage of 1 (0.002, `rondel explain a_star_po`)"),
+    ],
+)
+def test_a_bonus_that_outweighs_the_loss_is_told(kind, coef, says):
+    heard = []
+    forget = subscribe(lambda event: heard.append(event.message) if isinstance(event, Warned) else None)
+    warn_of_entropy(row(kind, entropy={"coef": coef}))
+    forget()
+    assert len(heard) == bool(says) and all(says in text for text in heard)

@@ -80,6 +80,11 @@ class Component:
         return "dl/dlogp"
 
     @property
+    def steepness(self) -> float:
+        """Of a surrogate: the size of `slope` where the advantage is 1; an entropy bonus stands beside it."""
+        return 1.0
+
+    @property
     def push(self) -> str:
         """Of a surrogate: what its gradient has beside that of the drawn token, as text for `rondel explain`."""
         return ""

@@ -204,7 +204,11 @@ class SquaredGap(Component):
 
     @property
     def slope(self) -> str:
-        return f"-{2 * self.beta:g}·A"
+        return f"-{self.steepness:g}·A"
+
+    @property
+    def steepness(self) -> float:
+        return 2 * self.beta
 
     def __call__(self, tokens: Tokens) -> Surrogate:
         whole_T = over_group(tokens.log_ratio, tokens.sample, "sum")

@@ -29,7 +29,7 @@ from rondel.assemble.refusals import (
     refuse_unanswered,
     refuse_unplayed,
 )
-from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of
+from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of, warn_of_entropy
 from rondel.assemble.run_components import Components
 from rondel.assemble.step_refusals import refuse_block_job, refuse_control_job, refuse_flow_job, refuse_world_model
 from rondel.assemble.world_sizes import with_world_sizes
@@ -136,14 +136,7 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     refuse_control_job(job, rows, sampling)
     refuse_block_job(job, rows, sampling)
     for row in rows.all_rows:
-        if row.entropy.coef < 0:
-            emit(
-                Warned(
-                    f"algo.entropy.coef = {row.entropy.coef:g} in {row.name} is negative: the policy is paid for being "
-                    f"certain, and the answers of a "
-                    "group become equal sooner. A bonus for entropy is positive"
-                )
-            )
+        warn_of_entropy(row)
     if job.model.adapter.kind != "off":
         adapters.require_peft()
     if job.model.adapter.kind == "qlora":

@@ -9,6 +9,7 @@ from rondel.algos.table import Algorithm, resolve_algorithm
 from rondel.core.config.algorithm import OF_GROUPS
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
+from rondel.core.events import Warned, emit
 from rondel.core.registry import suggest_name
 from rondel.core.types import Task
 
@@ -128,3 +129,23 @@ def _of_source(job: Job, name: str, table: dict[str, Any]) -> tuple[Algorithm, f
                 "coef"
             )
     return row, float(weight)
+
+
+def warn_of_entropy(row: Algorithm) -> None:
+    """Of a bonus that pays for certainty, or that is larger than all that an advantage of 1 moves."""
+    coef, steep = row.entropy.coef, row.surrogate.steepness
+    if coef < 0:
+        emit(
+            Warned(
+                f"algo.entropy.coef = {coef:g} in {row.name} is negative: the policy is paid for being certain, and the "
+                "answers of a group become equal sooner. A bonus for entropy is positive"
+            )
+        )
+    elif coef > steep:
+        emit(
+            Warned(
+                f"algo.entropy.coef = {coef:g} is more than {row.name} moves for an advantage of 1 ({steep:g}, `rondel "
+                f"explain {row.name}`), so that answers grow random whatever they earn: {coef:g} beside a gradient of A "
+                f"is {coef * steep:g} here"
+            )
+        )

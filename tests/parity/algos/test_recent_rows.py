@@ -128,6 +128,7 @@ def test_kpop_is_wide_in_ratios_for_a_rare_token_and_tight_for_a_common_one():
 def test_a_star_po_rests_where_the_implied_reward_is_the_advantage():
     part, sample = SquaredGap(0.5), torch.zeros(4).long()
     assert near(slopes(part, [0.4] * 4, [0.8] * 4, sample=sample), [0.0] * 4)  # 0.5·1.6 = 0.8
+    assert near(slopes(part, [0.0] * 4, [1.0] * 4, sample=sample), [-part.steepness] * 4)
     logp = tensor(0.1, 0.2, 0.3).requires_grad_()
     loss = part(tokens(logp, logp, tensor(2, 2, 2), sample=torch.zeros(3).long())).loss_T.sum()
     assert near(loss, (0.5 * logp.sum() - 2) ** 2)
