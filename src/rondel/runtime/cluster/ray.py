@@ -327,7 +327,7 @@ class RayWorker(RemoteWorker):
         super().__init__(name, patience)
         self._actor = actor
         self._refs: dict[int, Any] = {}
-        self._process = actor.find_process.remote()
+        self._process = self._built = actor.find_process.remote()
         self._activity: ProcessActivity | None = None  # if it is on this machine
         self._made = self.ask("", make, args)
         self._closed = threading.Event()
@@ -359,9 +359,11 @@ class RayWorker(RemoteWorker):
             self._actor.dump.remote()
 
     def _send_call(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
-        # one that is built answers nothing, and Ray does not keep the order of calls
-        after = None if verb else self._process
+        # Ray does not keep the order of calls: first its process, for one that is built answers nothing; then what it is
+        after = self._built if verb else self._process
         ref = self._refs[number] = self._actor.call.remote(verb, cloudpickle.dumps((args, how)), after)
+        if not verb:
+            self._built = ref
         ref.future().add_done_callback(lambda done: self._on_answer(number, done))
 
     def _cancel_call(self, number: int) -> None:
