@@ -47,9 +47,9 @@ train: install
 	@$(BIN)/rondel train recipes/quickstart.toml
 
 test: install lint
-	@echo "tests     all, and mypy beside them; five workers, for a part of their time is waiting"
+	@echo "tests     all, and mypy beside them; four workers, for a third of their time is waiting"
 	@$(MAKE) --no-print-directory types & types=$$!; \
-		PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTEST) -n 5; tests=$$?; wait $$types && exit $$tests
+		PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTEST) -n 4; tests=$$?; wait $$types && exit $$tests
 
 check: install lint types
 	@echo "tests     the fast ones"

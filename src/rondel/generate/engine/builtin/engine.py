@@ -68,15 +68,15 @@ class BuiltinEngine:
         claim: MemoryClaim | None = None,
         ranks: LeadRank | None = None,
         receiver: AdapterReceiver | None = None,
-        decode_ahead: bool | None = None,
+        decode_ahead: bool = False,
     ) -> None:
         """`concurrency`: who finds out how many of max_running should work together; without one all may.
 
         `claim`: on the memory of a device that a trainer wants, too; without one there is nobody to ask.
         `ranks`: the processes beside this one that hold the other parts of its model, if there are any.
         `receiver`: who takes new weights, where those that change are adapters on this model.
-        `decode_ahead`: begin a decode step before the host has read the one in front of it; None where it gains, which is
-        on a device that computes beside the host.
+        `decode_ahead`: begin a decode step before the host has read the one in front of it. For a device that computes
+        beside the host; off until it has been measured on one (`rondel bench gpu`).
         """
         self.loaded, self.claim, self.log = loaded, claim, log
         given = transports or {}
@@ -101,8 +101,6 @@ class BuiltinEngine:
         self.validator = RequestValidator(loaded, self.runner)
         self.lifecycle = EngineLifecycle(version, lambda: self.arrivals.is_overwriting)
         self.answers, self._sequence_log = AnswerDelivery(loaded, self.scheduler), SequenceLog(log, self.pages)
-        if decode_ahead is None:
-            decode_ahead = loaded.device.type == "cuda"
         follows = decode_ahead and speculation is None and states is None and not loaded.leads_ranks
         self.serving = ServingLoop(
             run,
