@@ -23,9 +23,7 @@ TINY = " ".join(
     )
 )  # fmt: skip
 SMALL = {
-    "adapters": "--model {model} --clients 2 --steps 1 --samples 2 --new 4 --threads 1",
     "activations": "--model {model} --tokens 32 --recompute layers --activations disk --case",
-    "contention": "--model {model} --pairs 1 --prompts 1 --group 2 --new 4",
     "controller": "--rollouts 200 --hours 1",
     "dashboard": "--events 1000 --repeat 1",
     "decode": "--model {model} --running 1 --new 4 --rounds 1 --profile 0 --threads 1 --eager",
@@ -40,7 +38,6 @@ SMALL = {
     "kernels": "--size tiny --rounds 1 --only gate fp8",
     "memory": f"{HERE.parent}/recipes/tiny.toml --loop.steps=1 --loop.warmup.steps=1 {TINY.replace('--set ', '--')}",
     "mesh": "--meshes pp=2 --families llama --rows grpo --groups 1 --samples 2",
-    "overlap": f"--rounds 1 --steps 4 --tokens 4 --clock 0.02 --hidden 32 {TINY}",
     "parity": "--model {model} --prompts 1 --samples 1 --new 4",
     "placements": f"--placements split-colocate --rounds 1 --steps 3 --tokens 4 --hidden 32 {TINY}",
     "plan": "--steps 2",
@@ -64,6 +61,9 @@ SMALL = {
     "weight_parts": "--mesh shards=2 --hidden 64 --layers 2 --pairs 1",
 }
 PROCESSES = {  # more interpreters, which import torch, and what the compiler has to do: `make sweeps`
+    "adapters": "--model {model} --clients 2 --steps 1 --samples 2 --new 4 --threads 1",
+    "contention": "--model {model} --pairs 1 --prompts 1 --group 2 --new 4",
+    "overlap": f"--rounds 1 --steps 4 --tokens 4 --clock 0.02 --hidden 32 {TINY}",
     "activations, each case apart": "--model {model} --tokens 32 --recompute layers --activations disk",
     "decode, compiled": "--model {model} --running 1 --new 4 --rounds 1 --profile 0 --threads 1",
     "process_rewards, by a model": "--answers 2 --new 24 --hidden 32 --layers 2 --latency 0.01 --pairs 1 --cases model",
@@ -94,7 +94,8 @@ def model(tmp_path_factory):
 
 
 def test_all_are_named():
-    assert {p.stem for p in HERE.glob("[!_]*.py")} == SMALL.keys() | ELSEWHERE.keys()
+    named = SMALL.keys() | ELSEWHERE.keys() | {name.partition(",")[0] for name in PROCESSES}
+    assert {p.stem for p in HERE.glob("[!_]*.py")} == named
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 
-import anthropic
 import openai
 import pytest
 
@@ -139,6 +138,8 @@ def test_openai_responses_with_a_tool(stream, remembers):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("address", ["/v1", ""], ids=["as given", "bare"])
 def test_anthropic_messages_with_a_tool(stream, address):
+    import anthropic  # 3,000 modules, which no other worker needs
+
     def agent(task, base_url, api_key):
         client = anthropic.Anthropic(base_url=base_url.removesuffix("/v1") + address, api_key=api_key, max_retries=0)
         tools = [{"name": "add", "description": ADD["description"], "input_schema": ADD["parameters"]}]
@@ -169,6 +170,8 @@ def test_anthropic_messages_with_a_tool(stream, address):
 
 
 def test_anthropic_stop_sequences_limits_and_counts():
+    import anthropic
+
     def agent(task, base_url, api_key):
         client = anthropic.Anthropic(base_url=base_url, api_key=api_key, max_retries=0)
         size = len(tok().apply_chat_template(ASK, add_generation_prompt=True, return_dict=False))

@@ -23,7 +23,7 @@ from rondel.runtime.journal.log import read
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.toml"
 FAST = {
-    "loop.warmup.steps": 6, "loop.warmup.groups_per_step": 8, "loop.steps": 8, "loop.groups_per_step": 4, "algo.group_size": 4,
+    "loop.warmup.steps": 3, "loop.warmup.groups_per_step": 8, "loop.steps": 8, "loop.groups_per_step": 4, "algo.group_size": 4,
     "model.path.hidden_size": 32, "model.path.intermediate_size": 64, "model.path.num_hidden_layers": 2,
     "engine.max_running": 32, "place.threads": 1, "trainer.lr": 1e-3, "trainer.schedule": "constant", "loop.warmup.lr": 3e-3,
     "run.checkpoint.every": 3, "run.checkpoint.keep": 2, "run.sinks": [], "task.data.holdout": 10, "task.eval.every": 0,

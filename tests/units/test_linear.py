@@ -129,6 +129,14 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype, inside):
             assert torch.equal(stack(x[first : first + n].clone())[0], whole[first : first + n]), (first, n)
 
 
+@pytest.mark.skipif(not linear._available(torch.float32), reason="no product of oneDNN on this processor")
+def test_what_few_numbers_of_rows_showed_holds_for_all():
+    """A product's rows are filled up to a multiple that is measured on few: of 2 to 130 rows each has its bits."""
+    x, weight = numbers(130, 48), numbers(80, 48, seed=1)
+    whole = product(x, weight)
+    assert [n for n in range(1, 130) if not torch.equal(product(x[:n], weight), whole[:n])] == []
+
+
 def changes(module):
     yield "in place", lambda: module.q_proj.weight.mul_(2)
     yield "an optimizer", lambda: step(module)

@@ -440,6 +440,7 @@ def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # ranks of an adapter are in tests/units/test_adapters.py, its base in four bits apart from the engine above
 def test_two_ranks_train_the_adapter_of_one(whole, tmp_path):
     run(tmp_path / "run", **QLORA | {"loop__steps": 2}, place__kind="split", place__ranks=2, place__threads=1)
     for two, one in zip(events(tmp_path / "run", "StepDone")[:3], events(whole, "StepDone")):

@@ -348,7 +348,7 @@ SAMPLINGS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", covering(SAMPLINGS, SAMPLINGS[1:]), ids=str)
+@pytest.mark.parametrize("how", covering(SAMPLINGS, SAMPLINGS[2:]), ids=str)
 def test_sequences_have_the_targets_distribution(how):
     """2,000 samples behind one prompt against the product of exact conditionals: their first
     four tokens, of which up to three are guessed.
@@ -470,7 +470,7 @@ def test_a_draft_that_is_the_model_is_always_right():
     "how",
     covering(
         [dict(), dict(temperature=0.7, top_p=0.9), dict(temperature=0.0)],
-        [dict(temperature=0.7, top_p=0.9), dict(temperature=0.0)],
+        [dict(temperature=0.7, top_p=0.9)],
     ),
     ids=str,
 )

@@ -43,6 +43,9 @@ BLOCK = 64  # rows of each product under `equal_blocks`
 # of a product that one kernel of oneDNN computes on AVX2; those of a narrower rest have other bits (3.10 in fp32, of 4 or
 # more rows), and weights that lie below each other would move the rest
 COLUMNS = 16
+# numbers of rows that `_rows_alike` tries, for oneDNN compiles a kernel for each, a millisecond in every process: all
+# small ones, so every rest behind kernels of 6, 8 and 16 rows, then multiples of these and of 32, and some rests
+PROBED = (*range(2, 19), 24, 30, 32, 36, 48, 64, 65, 96, 97, 109, 119)
 SPARE = 4  # packing doubles the memory of the weights: only where so many times as much is available
 
 
@@ -184,8 +187,7 @@ def _rows_alike() -> int:
     def alike(rows: int) -> bool:
         return torch.equal(torch.ops.mkldnn._linear_pointwise(x[:rows], weight, None, "none", [], ""), whole[:rows])
 
-    counts = range(2, len(x))
-    return next((n for n in (1, 6, 8, 16, 32) if all(alike(rows) for rows in counts if rows % n == 0)), BLOCK)
+    return next((n for n in (1, 6, 8, 16, 32) if all(alike(rows) for rows in PROBED if rows % n == 0)), BLOCK)
 
 
 @contextmanager
