@@ -42,14 +42,12 @@ def whole(kind: str, *, deferred: bool = False) -> LoadedModel:
 class RankedEngines:
     """`engines.of("llama", kv_pages=64)`: an engine of `tp` processes; the one before it is over."""
 
-    def __init__(
-        self, logs: Path, patience: float = 20.0, tp: int = 2, prefill: bool = False, experts_apart: bool = False
-    ) -> None:
+    def __init__(self, logs: Path, patience: float = 20.0, tp: int = 2, **apart: bool) -> None:
+        """`apart`: what of `RankSettings` they do not share."""
         self.ended: list[str] = []
         self.device = Device("cpu", 1)
         cluster = partial(ProcessCluster, logs, patience=patience)
-        how = {"threads": 1, "patience": patience, "prefill": prefill, "experts_apart": experts_apart}
-        settings = RankSettings("engine", ("cpu",) * tp, cluster, **how)
+        settings = RankSettings("engine", ("cpu",) * tp, cluster, threads=1, patience=patience, **apart)
         self.ranks = EngineRanks(settings, self.ended.append, {"ipc": FromIpc(), "disk": FromDisk(logs)})
 
     def of(self, kind: str, **settings) -> BuiltinEngine:

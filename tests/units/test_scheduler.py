@@ -91,8 +91,8 @@ class Machine:
 
     def idle(self):
         s = self.scheduler
-        assert not self.inside and not self.arrived and s.tree.held == 0 and len(s._rows) == s.max_running
-        s.pages.free_pages(s.tree.evict(s.pages.count))
+        assert not self.inside and not self.arrived and s.caches[0].tree.held == 0 and len(s._rows) == s.max_running
+        s.pages.free_pages(s.caches[0].tree.evict(s.pages.count))
         assert sorted(s.pages._free) == list(range(1, s.pages.count + 1))
 
 

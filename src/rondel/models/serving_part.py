@@ -27,7 +27,9 @@ from rondel.models.shard_cut import even_runs
 from rondel.models.tensor_cuts import TensorCuts
 from rondel.models.tensor_parallel import cut_model
 
+COLUMNS = 64  # of the logprobs of a row that ranks compare with each other
 INSTEAD = "tp = 1 for this engine, or an engine of another kind"
+SEVERAL = "dp shares experts, so use several engines: place.engines = { count = 2 }"
 TensorShapes = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -73,7 +75,8 @@ def cut_for_serving(
     `device`.
 
     whole          every rank keeps all of it: they share passes, and not matrices
-    experts_apart  experts of a mixture are not cut: each lies whole on one rank
+    experts_apart  experts of a mixture are not cut: each lies whole on one rank. With `whole` the ranks have rows of
+                   their own, which travel to them
     """
     _refuse(loaded, ranks.size)
     model = loaded.model
@@ -85,7 +88,7 @@ def cut_for_serving(
         apart = expert_parameters(model) if experts_apart else []
         cuts = cut_model(model, ranks, sequence=False, instead=INSTEAD, apart=apart)
     if experts_apart:
-        own = cut_experts(model, ranks, exchange=False)
+        own = cut_experts(model, ranks, exchange=whole, instead=SEVERAL if whole else "leave ep out")
         cuts.cuts, cuts.shapes = cuts.cuts | own.cuts, cuts.shapes | own.shapes
     if (weights := loaded.weights) is not None:
 
@@ -107,7 +110,7 @@ def check_part(part: ServingPart, expected: Tensor | None) -> None:
     expected  [11, V] of `probe_logprobs`, on the first rank
     """
     loaded, ranks = part.loaded, part.cuts.ranks
-    who = f"'{loaded.name}' ({loaded.model.config.model_type}): cut over tp = {ranks.size} processes of an engine,"
+    who = f"'{loaded.name}' ({loaded.model.config.model_type}): cut over {ranks.size} processes of an engine,"
     remedy = f"some part of it cannot be cut that way. Use {INSTEAD}"
     try:
         hidden, layout = _probe_hidden(loaded)
@@ -125,6 +128,13 @@ def check_part(part: ServingPart, expected: Tensor | None) -> None:
             f"{who} its logprobs differ by {gap:.3g} from those of the whole model (limit {PARITY[loaded.dtype]}): "
             f"{remedy}"
         )
+
+
+def compared_columns(z: Tensor) -> Tensor:
+    """Logits [C, V] -> logprobs [C, about COLUMNS] of tokens evenly among all, in which ranks with the same weights
+    agree: each of them depends on every weight.
+    """
+    return z.log_softmax(-1)[:, :: max(1, z.shape[1] // COLUMNS)].contiguous()
 
 
 def _probe_hidden(loaded: LoadedModel) -> tuple[Tensor, CountingLayout]:

@@ -16,9 +16,10 @@ from rondel.generate.engine.builtin.part_receiver import PartReceiver
 from rondel.generate.engine.builtin.shared_pools import SharedPools
 from rondel.generate.engine.builtin.states import StateMemory
 from rondel.models.cache_pools import LayerPools
-from rondel.models.layout_message import rebuild_layout
+from rondel.models.layout_message import idle_pass, rebuild_layout
 from rondel.models.main_grad import weights_changed
 from rondel.models.recurrent.layout import SlotStates
+from rondel.models.serving_part import compared_columns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from rondel.core.protocols import Transport
     from rondel.generate.engine.builtin.rank_channel import CommandChannel
     from rondel.models.collectives import RankGroup
+    from rondel.models.paged_layout import PagedLayout
+    from rondel.models.routing_tape import RoutingTape
     from rondel.models.serving_part import ServingPart
 
 TOLD = 60.0  # seconds that a message of an update may be behind its command
@@ -56,6 +59,9 @@ class EngineFollower:
             "attach": self._attach,
             "forward": self._forward,
             "logits": self._give_logits,
+            "step": self._step,
+            "step logits": self._give_own_logits,
+            "compare": self._give_columns,
             "share": self._share,
             "rows": self._give_rows,
             "sleep": self._sleep,
@@ -87,16 +93,44 @@ class EngineFollower:
         if "runs" in facts:
             states = StateMemory(1) if fresh else self.states
             layout.states = SlotStates(states, [tuple(run) for run in facts["runs"]], self.device)
-        self._hidden = {number: self._hidden[number] for number in facts["alive"]}
         records = facts.get("records")
         tape = None if records is None else self.loaded.routing_tape(longest=None if records else 0)
-        self._hidden[facts["number"]] = self.loaded.hidden_states(tokens, positions, layout, tape)
+        self._compute(facts, tokens, positions, layout, tape)
         if facts.get("answers"):  # the other rank is about to read what was written
             self.compute.send(torch.zeros(1, dtype=torch.int64), 0)
         if tape is not None:
             routes = tape.recorded_routes
             self.compute.send(torch.tensor(routes.shape), 0)
             self.compute.send(routes, 0)
+
+    def _compute(
+        self, facts: dict[str, Any], tokens: Tensor, positions: Tensor, layout: PagedLayout, tape: RoutingTape | None
+    ) -> None:
+        """One pass, whose hidden states are kept for as long as the leader keeps its own."""
+        self._hidden = {number: self._hidden[number] for number in facts["alive"]}
+        self._hidden[facts["number"]] = self.loaded.hidden_states(tokens, positions, layout, tape)
+
+    @torch.inference_mode()
+    def _step(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        """Of the requests in this rank's own cache."""
+        if (own := facts["parts"][self.compute.index - 1]) is None:
+            return self._compute(facts, *idle_pass(self.keys, self.values, self.device), None)
+        tokens, positions, *rest = self.channel.receive_own(own["shapes"], self.device)
+        layout = rebuild_layout(own["layout"], rest, self.keys, self.values)
+        tape = self.loaded.routing_tape(longest=0) if facts["records"] else None
+        self._compute(facts, tokens, positions, layout, tape)
+        if tape is not None:
+            self.compute.send(tape.recorded_routes, 0)
+
+    @torch.inference_mode()
+    def _give_own_logits(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        if len(rows := tensors[0].split(facts["counts"])[self.compute.index - 1]):
+            self.compute.send(self.loaded.logits(self._hidden[facts["number"]], rows), 0)
+
+    @torch.inference_mode()
+    def _give_columns(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        z = self.loaded.logits(self._hidden[facts["number"]], tensors[0])
+        self.compute.send(compared_columns(z), 0)
 
     @torch.inference_mode()
     def _give_logits(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from rondel.core.protocols import Tags
 from rondel.generate.engine.builtin.lock_step import LockStep
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
+from rondel.generate.engine.builtin.runner import ModelRunner
 from rondel.generate.engine.builtin.states import SequenceStates, StateMemory
 from rondel.models.layout_message import describe_layout
 
@@ -40,7 +41,12 @@ class RecordedStates(StateMemory):
 
 
 class LeadRank(LockStep):
-    """The first rank as its engine knows it."""
+    """The first rank as its engine knows it. `caches`: one in which every rank has its part of each request; or one a
+    rank, each of other requests. `runner`: makes a step's passes.
+    """
+
+    caches = 1
+    runner: type[ModelRunner] = ModelRunner
 
     def __init__(
         self,
@@ -77,14 +83,18 @@ class LeadRank(LockStep):
     def send_pass(self, tokens: Tensor, positions: Tensor, layout: Any, **more: Any) -> int:
         """Announce one forward pass. -> its number."""
         header, tensors = describe_layout(layout)
-        facts: dict[str, Any] = {"layout": header, "copies": list(self._copies), "alive": list(self._passes), **more}
+        facts: dict[str, Any] = {"layout": header, "copies": list(self._copies), **more}
         self.prompt_rows = {number: self.prompt_rows[number] for number in self._passes if number in self.prompt_rows}
         self._copies.clear()
         facts["fresh"] = 0 if layout.keys is self._cache else layout.keys.pages
         if layout.states is not None:
             facts["runs"] = [list(run) for run in layout.states.runs]
+        return self.announce_pass("forward", tokens, positions, *tensors, **facts)
+
+    def announce_pass(self, do: str, *tensors: Tensor, **facts: Any) -> int:
+        """-> the number under which followers keep its hidden states."""
         self._number += 1
-        self.send("forward", tokens, positions, *tensors, number=self._number, **facts)
+        self.send(do, *tensors, number=self._number, alive=list(self._passes), **facts)
         return self._number
 
     def remember_pass(self, number: int, hidden: Tensor) -> None:

@@ -31,11 +31,19 @@ if TYPE_CHECKING:
 class PageAllocator:
     """The allocator and the memory behind it."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, *, ranks: int = 1, rank: int = 0) -> None:
+        """`ranks` that have a cache of `count` pages each, with numbers of their own: this is that of `rank`. Keys and
+        values lie where it is; routes of all are kept with the first one's.
+        """
+        self.count, self.ranks = count, ranks
         self.routes: np.ndarray | None = None  # [pages, L, K] experts that each cached token went to, and keys it chose
         self.keys, self.values = LayerPools(count + 1), LayerPools(count + 1)
-        self._free = list(range(count, 0, -1))
+        self._free = list(range((rank + 1) * count, rank * count, -1))
+
+    @property
+    def of_ranks(self) -> list[PageAllocator]:
+        """This one, the first, and new ones for the ranks beside it."""
+        return [self, *(PageAllocator(self.count, ranks=self.ranks, rank=rank) for rank in range(1, self.ranks))]
 
     @property
     def free_count(self) -> int:
@@ -55,7 +63,7 @@ class PageAllocator:
         the cache has one too.
         """
         if self.routes is None:
-            self.routes = np.zeros((self.count + 1, *routes.shape[1:]), np.uint16)
+            self.routes = np.zeros((self.ranks * self.count + 1, *routes.shape[1:]), np.uint16)
         self.routes[slots.cpu().numpy()] = routes.cpu().numpy()
 
     def release_memory(self) -> None:
@@ -65,15 +73,20 @@ class PageAllocator:
 
 
 class SequencePages:
-    """The pages of running requests."""
+    """The pages of running requests, in the cache of one rank."""
 
     def __init__(self, pages: PageAllocator, tree: RadixTree, states: SequenceStates | None) -> None:
         """`states`: of a model with recurrent layers."""
         self.pages, self.tree, self.states = pages, tree, states
 
+    @property
+    def in_use(self) -> int:
+        """Pages that somebody runs on."""
+        return self.pages.count - self.pages.free_count - self.tree.cached + self.tree.held
+
     def make_room(self, n: int) -> bool:
         """Whether n pages are free now: what nobody runs on is evicted for them, and nothing in vain."""
-        if self.pages.free_count + self.tree.cached - self.tree.held < n:
+        if self.pages.count - self.in_use < n:
             return False
         if self.pages.free_count < n:
             self.pages.free_pages(self.tree.evict(n - self.pages.free_count))
@@ -115,7 +128,6 @@ class SequencePages:
 
     def drop(self, live: SequenceState) -> None:
         """Its private pages are free; what it shares stays in the tree, for one user less."""
-        live.keep_routes(self.pages.routes)
         self.give_back_ahead(live)
         self.pages.free_pages(live.pages[live.shared :])
         self.tree.unlock(live.node)
