@@ -34,7 +34,6 @@ from rondel.models.collectives import RankGroup, exchange_rows
 from rondel.models.shard_cut import ShardCut, even_runs, split_shards
 from rondel.models.tensor_cuts import TensorCuts
 
-
 INSTEAD = "use place.mesh with shards, cp or tp instead of ep"
 
 

@@ -29,7 +29,7 @@ from rondel.models.tensor_parallel import cut_model
 
 COLUMNS = 64  # of the logprobs of a row that ranks compare with each other
 INSTEAD = "tp = 1 for this engine, or an engine of another kind"
-SEVERAL = "dp shares experts, so use several engines: place.engines = { count = 2 }"
+SEVERAL = "dp of attention shares experts; use several engines instead, place.engines = { count = 2 }"
 TensorShapes = dict[str, tuple[tuple[int, ...], str]]
 
 

@@ -104,7 +104,7 @@ class Scheduler:
             if any(self._will_share_prompt(live, other, cached[other.owner]) for other in ahead_of_it):
                 # in-batch sharing: a running request is about to finish the prefix that this one would compute
                 continue
-            for owner in self._owners_for(live, root):
+            for owner in self._owners_for(live, root, run):
                 ahead = AHEAD * (decode[owner] + 1) if run[owner] else 0
                 if n := self._admit_sequence(live, owner, root, budget, ahead=ahead):
                     break
@@ -138,15 +138,22 @@ class Scheduler:
         looked = sorted(islice(self.waiting, LOOKED), key=cached_prefix, reverse=True)
         return [*looked, *islice(self.waiting, LOOKED, None)]
 
-    def _owners_for(self, live: SequenceState, root: Root) -> list[int]:
-        """The ranks whose cache could hold it, in the order in which they are asked: first where the pages that others
-        run on and the tokens of it that are still to be computed are fewest. Siblings come after their prompt, until
-        there are more of them than it is worth.
+    def _owners_for(self, live: SequenceState, root: Root, run: Counter[int]) -> list[int]:
+        """The ranks whose cache could hold it, in the order in which they are asked: where its prompt is cached for the
+        most part, as that of siblings is, unless `run` there is more than this rank's share of all; then where the pages
+        that others run on and the tokens of it that are still to be computed are fewest.
         """
         if len(self.caches) == 1:
             return [0]
-        free = [cache.tree.cached_prefix_length(root, live.cache_keys) - cache.in_use for cache in self.caches]
-        return sorted(range(len(free)), key=lambda owner: -free[owner])
+        keys = live.cache_keys[: live.computable_tokens - 1]
+        cached = [cache.tree.cached_prefix_length(root, keys) for cache in self.caches]
+        share, enough = self.limit / len(self.caches), CACHED * len(keys)
+
+        def order(owner: int) -> tuple[bool, int]:
+            stays = cached[owner] >= enough and run[owner] < share
+            return not stays, self.caches[owner].in_use - cached[owner]
+
+        return sorted(range(len(cached)), key=order)
 
     def _admit_sequence(self, live: SequenceState, owner: int, root: Root, budget: int, *, ahead: int) -> int:
         """Match, lock, reserve, in the cache of one rank. -> how many of its tokens this step computes, 0 if there is
