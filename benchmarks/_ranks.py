@@ -218,10 +218,10 @@ def counted_collectives() -> Iterator[dict[str, int]]:
 
         return call
 
-    def exchange(ranks: RankGroup, x: Any, out: Any, sent: Any = (), got: Any = ()) -> Any:
+    def exchange(ranks: RankGroup, x: Any, out: Any, sent: Any = None, got: Any = None) -> Any:
         """Received, rows of each rank; without `got` as many of each."""
-        got = got or [len(out) // ranks.size] * ranks.size
-        bytes_ = out[:1].nbytes * (sum(got) - got[ranks.index])
+        runs = got or [len(out) // ranks.size] * ranks.size
+        bytes_ = out[:1].nbytes * (sum(runs) - runs[ranks.index])
         moved["all_to_all"] = moved.get("all_to_all", 0) + bytes_
         return own_exchange(ranks, x, out, sent, got)
 

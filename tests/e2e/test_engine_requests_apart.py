@@ -123,7 +123,7 @@ def test_the_caches_hold_the_sum(engines):
         e.scheduler.mark_computed = counted
         told = await all_of(e, requests)
         idle(e)
-        assert (await e.status()).pages_total == e.scheduler.page_counts["total"] == 80 * len(e.scheduler.caches)
+        assert (await e.status()).pages_total == e.scheduler.caches.page_counts["total"] == 80 * len(e.scheduler.caches)
         return told
 
     same_answers(asyncio.run(scenario(e)), asyncio.run(scenario(one)), cached=False)
@@ -176,7 +176,7 @@ def test_retraction_abort_and_sleep(engines):
         assert a.tokens[:n] == b.tokens[:n] and (a.finish_reason == "abort") == (key in (0, 3))
         assert key in (0, 3) or n == 30
     freed = asyncio.run(e.flush_cache())
-    assert freed > 0 and e.scheduler.page_counts["free"] == 120
+    assert freed > 0 and e.scheduler.caches.page_counts["free"] == 120
 
 
 def test_a_text_is_scored_by_every_rank_and_they_must_agree(engines):

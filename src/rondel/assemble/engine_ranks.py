@@ -66,6 +66,13 @@ class RankSettings:
     def size(self) -> int:
         return len(self.devices)
 
+    @property
+    def lead(self) -> tuple[type[LeadRank], Callable[..., LoadedModel]]:
+        """The first rank, and its model."""
+        if self.prefill:
+            return PrefillLead, SplitModel
+        return (ApartLead, ApartModel) if self.requests_apart else (LeadRank, LeadModel)
+
 
 class FollowerHost:
     """One rank but the first, with a device of its own."""
@@ -79,9 +86,7 @@ class FollowerHost:
     async def load(self, load: Callable[[], LoadedModel]) -> None:
         self.loaded = await self.device.run(load)
 
-    async def join(
-        self, address: tuple[str, int], transports: Mapping[str, Transport], how: Mapping[str, bool]
-    ) -> None:
+    async def join(self, address: tuple[str, int], transports: Mapping[str, Transport], how: Mapping[str, Any]) -> None:
         """Returns when all ranks have joined and hold their parts."""
 
         def join_here() -> EngineFollower:
@@ -184,14 +189,13 @@ class EngineRanks:
         for answer in loads:
             answer.result()  # a follower that hangs fails its calls
         meeting, s = Rendezvous(HOST), self.settings
-        how = {name: getattr(s, name) for name in ("prefill", "experts_apart", "requests_apart")}
+        how: dict[str, Any] = {name: getattr(s, name) for name in ("prefill", "experts_apart", "requests_apart")}
         joins = [follower.ask("join", meeting.address, self.transports, how) for follower in self.followers]
 
         def join_here() -> LeadRank:
             joined = join_ranks(loaded, meeting, 0, s.size, device.name, s.patience, expected, **how)
-            rank, model = (PrefillLead, SplitModel) if s.prefill else (LeadRank, LeadModel)
-            rank, model = (ApartLead, ApartModel) if s.requests_apart else (rank, model)
             calls = {"tell": self._tell, "fate": self._wait_for_fate, "ended": self._ended}
+            rank, model = s.lead
             return rank(*joined, model=model, receiver=LeadReceiver, **calls)
 
         self.lead = lead = device.call(join_here)

@@ -93,8 +93,8 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
             return _open_stepwise(model, loaded, settings, device, transports)
     else:
         cluster = partial(ProcessCluster, patience=PATIENCE)
-        apart = {"experts_apart": settings.ep > 1, "requests_apart": settings.dp > 1}
-        how = RankSettings("engine", own, cluster, threads, **apart)
+        ep, dp = settings.ep > 1, settings.dp > 1
+        how = RankSettings("engine", own, cluster, threads, experts_apart=ep, requests_apart=dp)
         ranks = EngineRanks(how, end_process, transports)
         ends.callback(ranks.close, device)
         loaded = ranks.load(model, settings.dtype, device)

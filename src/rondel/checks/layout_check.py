@@ -45,7 +45,7 @@ def _check_models(parts: Components, mesh: Mesh, *, megatron: bool) -> None:
                 refuse_model(trainer.loaded, mesh.tp)
 
 
-def _try_layout(what: str, attempt: Callable[[], None]) -> CheckFinding:
+def _try_layout(what: str, attempt: Callable[[], object]) -> CheckFinding:
     try:
         attempt()
     except (ConfigError, ModelError) as error:

@@ -53,9 +53,9 @@ class RankGroup:
         self.group.broadcast([x], options).wait()
         return x
 
-    def all_to_all(self, x: Tensor, out: Tensor, sent: Sequence[int] = (), got: Sequence[int] = ()) -> Tensor:
+    def all_to_all(self, x: Tensor, out: Tensor, sent: list[int] | None = None, got: list[int] | None = None) -> Tensor:
         """Runs of x, `sent` rows for each rank, to where runs of out, `got` rows from each, are; even ones without. -> out."""
-        self.group.alltoall_base(out, x.contiguous(), got, sent).wait()  # as a group of an engine has it, too
+        self.group.alltoall_base(out, x.contiguous(), got or [], sent or []).wait()  # groups of engines have this name
         return out
 
     def send(self, x: Tensor, to: int) -> None:

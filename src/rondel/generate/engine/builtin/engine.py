@@ -229,9 +229,9 @@ class BuiltinEngine:
             running=0 if parked else len(s.running),
             waiting=0 if parked else len(s.waiting),
             parked=parked,
-            pages_free=s.page_counts["free"],
-            pages_cached=s.page_counts["cached"],
-            pages_total=s.page_counts["total"],
+            pages_free=s.caches.page_counts["free"],
+            pages_cached=s.caches.page_counts["cached"],
+            pages_total=s.caches.page_counts["total"],
             capabilities=frozenset(
                 {
                     *CAN,
@@ -279,10 +279,10 @@ class BuiltinEngine:
         """
         if self.serving.is_busy:
             raise EngineError("flush while requests run: pause the engine first, or wait until it is idle")
-        free = self.scheduler.page_counts["free"]
+        free = self.scheduler.caches.page_counts["free"]
         self.scheduler.drop_cache(self.version)
         self.runner.eyes.forget_features()
-        return self.scheduler.page_counts["free"] - free
+        return self.scheduler.caches.page_counts["free"] - free
 
     async def sleep(self, tags: Tags) -> None:
         """Give memory back by tag. Parked requests keep their tokens; without their

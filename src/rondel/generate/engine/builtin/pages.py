@@ -20,12 +20,17 @@ import numpy as np
 from torch import Tensor
 
 from rondel.core.errors import LawError
+from rondel.generate.engine.builtin.radix import RadixTree
 from rondel.models.cache_pools import LayerPools
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.builtin.radix import RadixTree
+    from collections import Counter
+
+    from rondel.generate.engine.builtin.radix import Root
     from rondel.generate.engine.builtin.request import SequenceState
     from rondel.generate.engine.builtin.states import SequenceStates
+
+CACHED = 0.75  # of a prompt: it is cached for the most part
 
 
 class PageAllocator:
@@ -145,3 +150,52 @@ class SequencePages:
             raise LawError(
                 f"{self.tree.held} cached pages are locked for {len(running)} running requests that share fewer"
             )
+
+
+class EngineCaches(list[SequencePages]):
+    """That of an engine, or of each of its ranks where these have requests of their own: the owner of a request is a place
+    in this list.
+    """
+
+    def __init__(self, pages: PageAllocator, states: SequenceStates | None) -> None:
+        super().__init__(SequencePages(each, RadixTree(states), states) for each in pages.of_ranks)
+
+    @property
+    def page_counts(self) -> dict[str, int]:
+        """Pages that are free, that are cached, and in total."""
+        free, cached, total = (sum(n) for n in zip(*((c.pages.free_count, c.tree.cached, c.pages.count) for c in self)))
+        return {"free": free, "cached": cached, "total": total}
+
+    def prefix_lengths(self, root: Root, keys: list[int]) -> list[int]:
+        """How many of these tokens each has."""
+        return [cache.tree.cached_prefix_length(root, keys) for cache in self]
+
+    def owners_for(self, live: SequenceState, root: Root, run: Counter[int], limit: int) -> list[int]:
+        """The owners that a request could get, in the order in which they are asked: where its prompt is cached for the
+        most part, as that of siblings is, unless more `run` there than its share of `limit`; then where the pages that
+        others run on and the tokens of it that are still to be computed are fewest.
+        """
+        if len(self) == 1:
+            return [0]
+        keys = live.cache_keys[: live.computable_tokens - 1]
+        cached = self.prefix_lengths(root, keys)
+
+        def order(owner: int) -> tuple[bool, int]:
+            stays = cached[owner] >= CACHED * len(keys) and run[owner] < limit / len(self)
+            return not stays, self[owner].in_use - cached[owner]
+
+        return sorted(range(len(self)), key=order)
+
+    def free_stale(self, version: int) -> None:
+        """What nobody can match under this version, and nobody runs on."""
+        for cache in self:
+            cache.pages.free_pages(cache.tree.free_stale_nodes(version))
+
+    def evict_all(self) -> None:
+        for cache in self:
+            cache.pages.free_pages(cache.tree.evict(cache.pages.count))
+
+    def check_sums(self, running: list[SequenceState]) -> None:
+        """Law 7, of each."""
+        for owner, cache in enumerate(self):
+            cache.check_sum([live for live in running if live.owner == owner])

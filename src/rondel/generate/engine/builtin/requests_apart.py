@@ -23,6 +23,7 @@ from rondel.generate.engine.builtin.runner import ModelRunner
 from rondel.models.layout_message import describe_layout, idle_pass, own_slots
 from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.paged_layout import PagedLayout
 from rondel.models.serving_part import compared_columns
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from rondel.generate.engine.builtin.request import TokenFeed
     from rondel.generate.engine.builtin.states import SequenceStates
     from rondel.models.image_features import VisionFeatures
-    from rondel.models.paged_layout import PagedLayout
     from rondel.models.routing_tape import RoutingTape
 
 
@@ -68,6 +68,7 @@ class ApartRunner(ModelRunner):
                 layout.counts.append(0)
                 continue
             tokens, positions, part, stops = self.pack_feeds(own, one, self.pages.keys, self.pages.values)
+            assert isinstance(part, PagedLayout), "several ranks are told of no other"
             ids.append(tokens)
             at.append(positions)
             layout.parts.append(part)
@@ -82,9 +83,9 @@ class ApartLead(LeadRank):
 
     runner = ApartRunner
 
-    @property
-    def caches(self) -> int:
-        return self.size
+    def __init__(self, *joined: Any, **more: Any) -> None:
+        super().__init__(*joined, **more)
+        self.caches, self.counts = self.size, dict[int, list[int]]()
 
     def attach(self, pages: PageAllocator, states: SequenceStates | None) -> None:
         if states is not None:
@@ -93,7 +94,7 @@ class ApartLead(LeadRank):
                 "ranks yet. Leave dp out, or use tp and ep"
             )
         super().attach(pages, states)
-        self.pages, self.counts = pages, dict[int, list[int]]()
+        self.pages = pages
 
     def send_step(self, tokens: Tensor, positions: Tensor, layout: ApartLayout, *, records: bool) -> int:
         """Announce one pass, and give every rank its own part of it. -> its number."""

@@ -13,8 +13,8 @@ from itertools import islice, takewhile
 from math import inf
 
 from rondel.core.errors import LawError
-from rondel.generate.engine.builtin.pages import PageAllocator, SequencePages
-from rondel.generate.engine.builtin.radix import RadixTree, Root
+from rondel.generate.engine.builtin.pages import CACHED, EngineCaches, PageAllocator
+from rondel.generate.engine.builtin.radix import Root
 from rondel.generate.engine.builtin.replay_gate import ReplayGate
 from rondel.generate.engine.builtin.request import SequenceState, StepPlan
 from rondel.generate.engine.builtin.states import SequenceStates
@@ -22,7 +22,6 @@ from rondel.generate.engine.builtin.states import SequenceStates
 # waiting requests among which the one with the longest cached prefix goes first; how many may be admitted before one
 # that came earlier
 LOOKED, OVERTAKEN = 32, 16
-CACHED = 0.75  # of a prompt: little is left to compute, so it goes before those with longer prefixes of longer prompts
 AHEAD = 16  # decode tokens for which room is wanted before another prompt is admitted
 
 
@@ -32,7 +31,7 @@ class Scheduler:
     ) -> None:
         """`states`: of a model with recurrent layers."""
         self.pages, self.states = pages, states
-        self.caches = [SequencePages(each, RadixTree(states), states) for each in pages.of_ranks]  # of each rank
+        self.caches = EngineCaches(pages, states)
         self.max_running, self.prefill_tokens = max_running, prefill_tokens
         self.limit = max_running  # of those, how many may run now
         self.waiting: deque[SequenceState] = deque()
@@ -49,12 +48,6 @@ class Scheduler:
     def has_begun(self) -> bool:
         """Whether some answer is half written."""
         return bool(self.running) or any(live.written for live in self.waiting)
-
-    @property
-    def page_counts(self) -> dict[str, int]:
-        """Pages of all ranks that are free, that are cached, and in total."""
-        free, cached = (sum(n) for n in zip(*((c.pages.free_count, c.tree.cached) for c in self.caches)))
-        return {"free": free, "cached": cached, "total": self.pages.count * len(self.caches)}
 
     # -- the lines of a replayed run ----------------------------------------------------------------
 
@@ -104,7 +97,7 @@ class Scheduler:
             if any(self._will_share_prompt(live, other, cached[other.owner]) for other in ahead_of_it):
                 # in-batch sharing: a running request is about to finish the prefix that this one would compute
                 continue
-            for owner in self._owners_for(live, root, run):
+            for owner in self.caches.owners_for(live, root, run, self.limit):
                 ahead = AHEAD * (decode[owner] + 1) if run[owner] else 0
                 if n := self._admit_sequence(live, owner, root, budget, ahead=ahead):
                     break
@@ -119,7 +112,7 @@ class Scheduler:
 
     def _waiting_order(self, version: int, budget: int) -> list[SequenceState]:
         """Those that wait, the longest cached prefix first (arXiv:2312.07104), equal ones in the order of arrival: what
-        is cached is used before it is evicted. Before them those whose prompt is cached for the most part.
+        is cached is used before it is evicted. Before them those whose prompt is cached for the most part: little of it is left to compute.
 
         Retracted requests, recorded ones, and one that was overtaken `OVERTAKEN` times are
         overtaken by nobody, so nobody waits for ever.
@@ -132,28 +125,11 @@ class Scheduler:
                 return True, inf
             keys = live.cache_keys[: live.computable_tokens - 1]
             root = (version, live.request.adapter, live.request.namespace)
-            n = max(cache.tree.cached_prefix_length(root, keys) for cache in self.caches)
+            n = max(self.caches.prefix_lengths(root, keys))
             return n >= CACHED * len(keys), n
 
         looked = sorted(islice(self.waiting, LOOKED), key=cached_prefix, reverse=True)
         return [*looked, *islice(self.waiting, LOOKED, None)]
-
-    def _owners_for(self, live: SequenceState, root: Root, run: Counter[int]) -> list[int]:
-        """The ranks whose cache could hold it, in the order in which they are asked: where its prompt is cached for the
-        most part, as that of siblings is, unless `run` there is more than this rank's share of all; then where the pages
-        that others run on and the tokens of it that are still to be computed are fewest.
-        """
-        if len(self.caches) == 1:
-            return [0]
-        keys = live.cache_keys[: live.computable_tokens - 1]
-        cached = [cache.tree.cached_prefix_length(root, keys) for cache in self.caches]
-        share, enough = self.limit / len(self.caches), CACHED * len(keys)
-
-        def order(owner: int) -> tuple[bool, int]:
-            stays = cached[owner] >= enough and run[owner] < share
-            return not stays, self.caches[owner].in_use - cached[owner]
-
-        return sorted(range(len(cached)), key=order)
 
     def _admit_sequence(self, live: SequenceState, owner: int, root: Root, budget: int, *, ahead: int) -> int:
         """Match, lock, reserve, in the cache of one rank. -> how many of its tokens this step computes, 0 if there is
@@ -254,7 +230,7 @@ class Scheduler:
                 self.caches[live.owner].store_prefix(live, live.computed_tokens)
             self._free_row(live)
             self.running.remove(live)
-            self._free_stale(version)
+            self.caches.free_stale(version)
         elif live in self.waiting:
             self.waiting.remove(live)
 
@@ -279,24 +255,18 @@ class Scheduler:
             live.root = None
             live.append_version_span(before)
         self.follow_lines(version)
-        self._free_stale(version)
-
-    def _free_stale(self, version: int) -> None:
-        for cache in self.caches:
-            cache.pages.free_pages(cache.tree.free_stale_nodes(version))
+        self.caches.free_stale(version)
 
     def drop_cache(self, version: int) -> None:
         """All keys and values are gone: running requests go back to the queue, the tree empties."""
         for live in list(reversed(self.running)):
             self.retract_sequence(live, version)
-        for cache in self.caches:
-            cache.pages.free_pages(cache.tree.evict(self.pages.count))
+        self.caches.evict_all()
         if self.states is not None:
             self.states.drop_copies()
 
     def check_invariants(self) -> None:
         """Law 7: every page is free, cached or private; a path is locked only for a running request."""
-        for owner, cache in enumerate(self.caches):
-            cache.check_sum([live for live in self.running if live.owner == owner])
+        self.caches.check_sums(self.running)
         if self.states is not None:
             self.states.check_slots()

@@ -66,7 +66,7 @@ class CacheMetrics(ServerMetrics):
         yield GaugeMetricFamily("rondel_running", "Answers in the batch", len(s.running))
         yield GaugeMetricFamily("rondel_waiting", "Answers that wait for room in the batch", len(s.waiting))
         by = GaugeMetricFamily("rondel_pages", "Cache pages, one token each", labels=["kind"])
-        for kind, n in s.page_counts.items():
+        for kind, n in s.caches.page_counts.items():
             by.add_metric([kind], n)
         yield by
         work = CounterMetricFamily(
