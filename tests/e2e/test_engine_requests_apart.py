@@ -26,7 +26,7 @@ from rondel.sync.from_ipc import FromIpc
 from rondel.sync.update import WeightUpdate
 
 pytestmark = pytest.mark.slow
-MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v32"]  # the last one chooses keys, too
 PROBE = prompt(0, 16, 50)
 
 

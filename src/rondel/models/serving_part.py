@@ -78,7 +78,7 @@ def cut_for_serving(
     experts_apart  experts of a mixture are not cut: each lies whole on one rank. With `whole` the ranks have rows of
                    their own, which travel to them
     """
-    _refuse(loaded, ranks.size)
+    _refuse(loaded, ranks.size, cuts_attention=not (whole and experts_apart))
     model = loaded.model
     module, checkpoint = _shapes_of(names.named_weights(model)), _checkpoint_shapes(model)
     vocabulary, token_count = loaded.vocabulary, loaded.token_count
@@ -155,14 +155,14 @@ def _checkpoint_shapes(model: nn.Module) -> TensorShapes:
         return {}
 
 
-def _refuse(loaded: LoadedModel, tp: int) -> None:
+def _refuse(loaded: LoadedModel, size: int, *, cuts_attention: bool) -> None:
     for found, what in (
         (loaded.adapter is not None, "an adapter cannot be cut"),
         (loaded.sight is not None, "a model with images needs whole matrices"),
         (loaded.aligned, 'numerics = "aligned" is proved for whole matrices'),
-        (loaded.indexers > 0, "an indexer cannot be cut"),
-        (loaded.compressed, "compressed attention cannot be cut"),
+        (cuts_attention and loaded.indexers > 0, "an indexer cannot be cut"),
+        (cuts_attention and loaded.compressed, "compressed attention cannot be cut"),
         (loaded.in_four_bits, "weights in 4 bits cannot be cut"),
     ):
         if found:
-            raise ConfigError(f"an engine of tp = {tp} processes serves '{loaded.name}': {what}. Use tp = 1 instead")
+            raise ConfigError(f"an engine of {size} processes serves '{loaded.name}': {what}. Use one process instead")

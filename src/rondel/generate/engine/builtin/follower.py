@@ -93,8 +93,7 @@ class EngineFollower:
         if "runs" in facts:
             states = StateMemory(1) if fresh else self.states
             layout.states = SlotStates(states, [tuple(run) for run in facts["runs"]], self.device)
-        records = facts.get("records")
-        tape = None if records is None else self.loaded.routing_tape(longest=None if records else 0)
+        tape = self._new_tape(facts.get("records"))
         self._compute(facts, tokens, positions, layout, tape)
         if facts.get("answers"):  # the other rank is about to read what was written
             self.compute.send(torch.zeros(1, dtype=torch.int64), 0)
@@ -110,6 +109,10 @@ class EngineFollower:
         self._hidden = {number: self._hidden[number] for number in facts["alive"]}
         self._hidden[facts["number"]] = self.loaded.hidden_states(tokens, positions, layout, tape)
 
+    def _new_tape(self, width: int | None) -> RoutingTape | None:
+        """As wide as the leader's; None: nothing is recorded."""
+        return None if width is None else self.loaded.routing_tape(longest=None if width else 0)
+
     @torch.inference_mode()
     def _step(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         """Of the requests in this rank's own cache."""
@@ -117,7 +120,7 @@ class EngineFollower:
             return self._compute(facts, *idle_pass(self.keys, self.values, self.device), None)
         tokens, positions, *rest = self.channel.receive_own(own["shapes"], self.device)
         layout = rebuild_layout(own["layout"], rest, self.keys, self.values)
-        tape = self.loaded.routing_tape(longest=0) if facts["records"] else None
+        tape = self._new_tape(facts["records"])
         self._compute(facts, tokens, positions, layout, tape)
         if tape is not None:
             self.compute.send(tape.recorded_routes, 0)

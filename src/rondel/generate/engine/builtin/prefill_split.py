@@ -114,8 +114,7 @@ class SplitModel(LoadedModel):
                 routes = [] if own is None else [own.recorded_routes]
             theirs = self.lead.wait_for_prefill(c, tape)
             if tape is not None and theirs is not None:
-                joined = torch.cat([theirs, *routes])
-                tape.rows = [joined[:, layer] for layer in range(tape.layers)]
+                tape.restore_records(torch.cat([theirs, *routes]))
             self.lead.remember_pass(number, hidden)
             self.lead.prompt_rows[number] = c
         return hidden

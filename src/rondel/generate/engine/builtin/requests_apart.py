@@ -96,8 +96,8 @@ class ApartLead(LeadRank):
         super().attach(pages, states)
         self.pages = pages
 
-    def send_step(self, tokens: Tensor, positions: Tensor, layout: ApartLayout, *, records: bool) -> int:
-        """Announce one pass, and give every rank its own part of it. -> its number."""
+    def send_step(self, tokens: Tensor, positions: Tensor, layout: ApartLayout, records: int | None) -> int:
+        """Announce one pass, and give every rank its own part of it. `records`: the width of a tape. -> its number."""
         parts, sent = list[dict[str, Any] | None](), dict[int, list[Tensor]]()
         fed = zip(layout.parts, tokens.split(layout.counts), positions.split(layout.counts))
         for rank, (part, ids, at) in enumerate(fed):
@@ -148,7 +148,8 @@ class ApartModel(LoadedModel):
                 number = self.lead.send_pass(tokens, positions, layout)
                 hidden = LoadedModel.hidden_states(self, tokens, positions, layout, tape, seen)
             else:
-                number = self.lead.send_step(tokens, positions, layout, records=tape is not None)
+                records = None if tape is None else tape.width
+                number = self.lead.send_step(tokens, positions, layout, records)
                 hidden = self._compute_own(tokens, positions, layout, tape)
             self.lead.remember_pass(number, hidden)
         return hidden
@@ -161,8 +162,7 @@ class ApartModel(LoadedModel):
         hidden = LoadedModel.hidden_states(self, *fed, own)
         if tape is not None and own is not None:
             routes = own.recorded_routes
-            every = torch.cat([routes[:n], *self.lead.receive_each(layout.counts, routes)])
-            tape.rows = [every[:, layer] for layer in range(tape.layers)]
+            tape.restore_records(torch.cat([routes[:n], *self.lead.receive_each(layout.counts, routes)]))
         return hidden
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
