@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rondel.core.errors import LawError
@@ -56,11 +55,3 @@ def own_slots(layout: PagedLayout, first: int) -> PagedLayout:
         prefix = None if decoding.prefix is None else shift(decoding.prefix)
         decoding = replace(decoding, own=shift(decoding.own), prefix=prefix)
     return PagedLayout(layout.keys, layout.values, shift(layout.write), chunks, decoding)
-
-
-def idle_pass(keys: CachePool, values: CachePool, device: torch.device) -> tuple[Tensor, Tensor, PagedLayout]:
-    """Tokens [1], positions [1] and layout of a pass for nobody: a rank that has no request must meet the others at the
-    experts. It is written into the scratch page.
-    """
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return zero, zero, PagedLayout(keys, values, zero, [PrefillChunk(0, 1, zero)])

@@ -85,7 +85,7 @@ class BuiltinEngine:
         states = SequenceStates(max_running) if loaded.state_bytes else None
         self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens, states=states)
         if ranks is not None:
-            ranks.attach(self.pages, states)
+            ranks.attach(self.scheduler.caches)
         if concurrency is not None:
             self.scheduler.limit = concurrency.limit
         self.speculation = speculation

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from rondel.core.errors import SyncError
 from rondel.core.types import Begin, Commit, Message, Route
+from rondel.generate.engine.builtin.idle_pass import idle_pass
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
 from rondel.generate.engine.builtin.part_receiver import PartReceiver
 from rondel.generate.engine.builtin.shared_pools import SharedPools
 from rondel.generate.engine.builtin.states import StateMemory
 from rondel.models.cache_pools import LayerPools
-from rondel.models.layout_message import idle_pass, rebuild_layout
+from rondel.models.layout_message import rebuild_layout
 from rondel.models.main_grad import weights_changed
 from rondel.models.recurrent.layout import SlotStates
 from rondel.models.serving_part import compared_columns
@@ -117,9 +118,14 @@ class EngineFollower:
     def _step(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         """Of the requests in this rank's own cache."""
         if (own := facts["parts"][self.compute.index - 1]) is None:
-            return self._compute(facts, *idle_pass(self.keys, self.values, self.device), None)
+            idle = idle_pass(self.keys, self.values, self.device, recurrent=self.states.slots > 0)
+            return self._compute(facts, *idle, None)
+        for source, target in own["copies"]:
+            self.states.copy_slot(source, target)
         tokens, positions, *rest = self.channel.receive_own(own["shapes"], self.device)
         layout = rebuild_layout(own["layout"], rest, self.keys, self.values)
+        if own["runs"]:
+            layout.states = SlotStates(self.states, [tuple(run) for run in own["runs"]], self.device)
         tape = self._new_tape(facts["records"])
         self._compute(facts, tokens, positions, layout, tape)
         if tape is not None:

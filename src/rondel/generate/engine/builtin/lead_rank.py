@@ -13,12 +13,12 @@ from rondel.core.protocols import Tags
 from rondel.generate.engine.builtin.lock_step import LockStep
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
 from rondel.generate.engine.builtin.runner import ModelRunner
-from rondel.generate.engine.builtin.states import SequenceStates, StateMemory
+from rondel.generate.engine.builtin.states import StateMemory
 from rondel.models.layout_message import describe_layout
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
-    from rondel.generate.engine.builtin.pages import PageAllocator
+    from rondel.generate.engine.builtin.pages import EngineCaches
     from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
     from rondel.models.cache_pools import LayerPools
     from rondel.models.loaded_model import LoadedModel
@@ -34,6 +34,12 @@ class RecordedStates(StateMemory):
     def copy_slot(self, source: int, target: int) -> None:
         super().copy_slot(source, target)
         self.copies.append((source, target))
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Those that are to be told now."""
+        taken = [*self.copies]
+        self.copies.clear()
+        return taken
 
     def clear(self) -> None:
         super().clear()
@@ -71,14 +77,19 @@ class LeadRank(LockStep):
         loaded = self.part.loaded
         return self._model(**{f.name: getattr(loaded, f.name) for f in fields(loaded)}, lead=self)
 
-    def attach(self, pages: PageAllocator, states: SequenceStates | None) -> None:
+    def attach(self, caches: EngineCaches) -> None:
         """Followers keep pools of the same pages, and states of the same rows."""
-        self._cache, slots = pages.keys, 0
-        if states is not None:
-            slots = states.memory.slots
-            states.memory = RecordedStates(slots, self._copies)
+        self._cache = caches[0].pages.keys
+        slots = self.record_copies(caches)
         with self.together():
-            self.send("attach", pages=pages.keys.pages, slots=slots)
+            self.send("attach", pages=self._cache.pages, slots=slots)
+
+    def record_copies(self, caches: EngineCaches) -> int:
+        """Of recurrent states, for those who have them elsewhere. -> slots of each rank."""
+        if (states := caches[0].states) is None:
+            return 0
+        states.memory = RecordedStates(states.memory.slots, self._copies)
+        return states.memory.slots
 
     def send_pass(self, tokens: Tensor, positions: Tensor, layout: Any, **more: Any) -> int:
         """Announce one forward pass. -> its number."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rondel.core.errors import LawError
 from rondel.generate.engine.builtin.radix import RadixTree
+from rondel.generate.engine.builtin.states import SequenceStates
 from rondel.models.cache_pools import LayerPools
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from rondel.generate.engine.builtin.radix import Root
     from rondel.generate.engine.builtin.request import SequenceState
-    from rondel.generate.engine.builtin.states import SequenceStates
 
 CACHED = 0.75  # of a prompt: it is cached for the most part
 
@@ -158,7 +158,8 @@ class EngineCaches(list[SequencePages]):
     """
 
     def __init__(self, pages: PageAllocator, states: SequenceStates | None) -> None:
-        super().__init__(SequencePages(each, RadixTree(states), states) for each in pages.of_ranks)
+        kept = [states, *(states and SequenceStates(states.rows) for _ in range(1, pages.ranks))]
+        super().__init__(SequencePages(each, RadixTree(own), own) for each, own in zip(pages.of_ranks, kept))
 
     @property
     def page_counts(self) -> dict[str, int]:
@@ -194,8 +195,12 @@ class EngineCaches(list[SequencePages]):
     def evict_all(self) -> None:
         for cache in self:
             cache.pages.free_pages(cache.tree.evict(cache.pages.count))
+            if cache.states is not None:
+                cache.states.drop_copies()
 
     def check_sums(self, running: list[SequenceState]) -> None:
         """Law 7, of each."""
         for owner, cache in enumerate(self):
             cache.check_sum([live for live in running if live.owner == owner])
+            if cache.states is not None:
+                cache.states.check_slots()

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rondel.core.errors import ConfigError, EngineError
-from rondel.generate.engine.builtin.lead_rank import LeadRank
+from rondel.core.errors import EngineError
+from rondel.generate.engine.builtin.idle_pass import idle_pass
+from rondel.generate.engine.builtin.lead_rank import LeadRank, RecordedStates
 from rondel.generate.engine.builtin.runner import ModelRunner
-from rondel.models.layout_message import describe_layout, idle_pass, own_slots
+from rondel.models.layout_message import describe_layout, own_slots
 from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.paged_layout import PagedLayout
 from rondel.models.serving_part import compared_columns
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.builtin.pages import PageAllocator
+    from rondel.generate.engine.builtin.pages import EngineCaches
     from rondel.generate.engine.builtin.request import TokenFeed
-    from rondel.generate.engine.builtin.states import SequenceStates
     from rondel.models.image_features import VisionFeatures
     from rondel.models.routing_tape import RoutingTape
 
@@ -67,7 +67,7 @@ class ApartRunner(ModelRunner):
                 layout.parts.append(None)
                 layout.counts.append(0)
                 continue
-            tokens, positions, part, stops = self.pack_feeds(own, one, self.pages.keys, self.pages.values)
+            tokens, positions, part, stops = super().pack_step(own, one, None)
             assert isinstance(part, PagedLayout), "several ranks are told of no other"
             ids.append(tokens)
             at.append(positions)
@@ -86,27 +86,36 @@ class ApartLead(LeadRank):
     def __init__(self, *joined: Any, **more: Any) -> None:
         super().__init__(*joined, **more)
         self.caches, self.counts = self.size, dict[int, list[int]]()
+        self.told: list[RecordedStates] = []  # of the ranks beside this one, whose states lie there
 
-    def attach(self, pages: PageAllocator, states: SequenceStates | None) -> None:
-        if states is not None:
-            raise ConfigError(
-                f"place.engines.dp = {self.size}: recurrent states of '{self.part.loaded.name}' do not lie on several "
-                "ranks yet. Leave dp out, or use tp and ep"
-            )
-        super().attach(pages, states)
-        self.pages = pages
+    def attach(self, caches: EngineCaches) -> None:
+        """Each rank keeps pools of its own pages, and states of its own requests."""
+        self.own, *self.others = caches
+        super().attach(caches)
+
+    def record_copies(self, caches: EngineCaches) -> int:
+        """Those of each other rank, for that one."""
+        for cache in self.others:
+            if (states := cache.states) is not None:
+                states.memory = told = RecordedStates(states.memory.slots, [])
+                self.told.append(told)
+        return 0 if (mine := self.own.states) is None else mine.memory.slots
 
     def send_step(self, tokens: Tensor, positions: Tensor, layout: ApartLayout, records: int | None) -> int:
         """Announce one pass, and give every rank its own part of it. `records`: the width of a tape. -> its number."""
         parts, sent = list[dict[str, Any] | None](), dict[int, list[Tensor]]()
-        fed = zip(layout.parts, tokens.split(layout.counts), positions.split(layout.counts))
-        for rank, (part, ids, at) in enumerate(fed):
-            if rank and part is not None:
-                header, rest = describe_layout(own_slots(part, rank * self.pages.count))
-                sent[rank] = [ids, at, *rest]
-                parts.append({"layout": header, "shapes": [list(x.shape) for x in sent[rank]]})
-            elif rank:
+        fed = zip(self.others, layout.parts[1:], tokens.split(layout.counts)[1:], positions.split(layout.counts)[1:])
+        for rank, (cache, part, ids, at) in enumerate(fed, 1):
+            if part is None:
                 parts.append(None)
+                continue
+            header, rest = describe_layout(own_slots(part, rank * self.own.pages.count))
+            sent[rank] = [ids, at, *rest]
+            own = {"layout": header, "shapes": [list(x.shape) for x in sent[rank]], "copies": [], "runs": []}
+            if cache.states is not None and part.states is not None:
+                cache.states.make_copies()
+                own |= {"copies": self.told[rank - 1].take_copies(), "runs": [list(run) for run in part.states.runs]}
+            parts.append(own)
         number = self.announce_pass("step", parts=parts, records=records)
         for rank, tensors in sent.items():
             self.channel.send_own(tensors, rank)
@@ -157,9 +166,9 @@ class ApartModel(LoadedModel):
     def _compute_own(self, tokens: Tensor, positions: Tensor, layout: ApartLayout, tape: RoutingTape | None) -> Tensor:
         assert self.lead is not None
         n, part, own = layout.counts[0], layout.parts[0], None if tape is None else tape.repeated()
-        cache = self.lead.pages
-        fed = (tokens[:n], positions[:n], part) if n else idle_pass(cache.keys, cache.values, self.device)
-        hidden = LoadedModel.hidden_states(self, *fed, own)
+        keys, values, states = self.lead.own.pages.keys, self.lead.own.pages.values, self.lead.own.states
+        idle = None if n else idle_pass(keys, values, self.device, recurrent=states is not None)
+        hidden = LoadedModel.hidden_states(self, *(idle or (tokens[:n], positions[:n], part)), own)
         if tape is not None and own is not None:
             routes = own.recorded_routes
             tape.restore_records(torch.cat([routes[:n], *self.lead.receive_each(layout.counts, routes)]))

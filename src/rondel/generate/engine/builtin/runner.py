@@ -244,9 +244,6 @@ class ModelRunner:
         single += [TokenFeed(live, live.computed_tokens - newest, 1 + len(live.guess)) for live in plan.decoding]
         unread = None if after is None else after.tokens_of(plan.decoding)
         ids, at, layout, ends = self.pack_step(chunks, single, unread)
-        if self.states is not None:
-            runs = [(end - f.n, f.n, f.live.row, f.first == 0) for f, end in zip([*chunks, *single], ends)]
-            layout.states = SlotStates(self.states.memory, runs, self.device)
         last = [
             (f.live, end - len(f.live.guess) - 1)
             for f, end in zip([*chunks, *single], ends)
@@ -290,7 +287,11 @@ class ModelRunner:
         self, chunks: list[TokenFeed], single: list[TokenFeed], unread: Tensor | None
     ) -> tuple[Tensor, Tensor, Any, list[int]]:
         """A step's tokens, positions and layout over the cache, and in which row each feed ends."""
-        return self.pack_feeds(chunks, single, self.pages.keys, self.pages.values, unread)
+        ids, at, layout, ends = self.pack_feeds(chunks, single, self.pages.keys, self.pages.values, unread)
+        if self.states is not None:
+            runs = [(end - f.n, f.n, f.live.row, f.first == 0) for f, end in zip([*chunks, *single], ends)]
+            layout.states = SlotStates(self.states.memory, runs, self.device)
+        return ids, at, layout, ends
 
     def pack_feeds(
         self,

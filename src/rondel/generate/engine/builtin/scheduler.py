@@ -148,8 +148,8 @@ class Scheduler:
         self.running.append(live)
         live.root, live.node, live.shared, live.row = root, node, len(known), self._rows.pop()
         live.owner, live.pages = owner, known + cache.pages.allocate_pages(n)
-        if self.states is not None and known:
-            self.states.restore(node, live.row)
+        if cache.states is not None and known:
+            cache.states.restore(node, live.row)
         live.cached = max(live.cached, live.shared)
         self.reused += live.shared
         return n
@@ -262,11 +262,7 @@ class Scheduler:
         for live in list(reversed(self.running)):
             self.retract_sequence(live, version)
         self.caches.evict_all()
-        if self.states is not None:
-            self.states.drop_copies()
 
     def check_invariants(self) -> None:
         """Law 7: every page is free, cached or private; a path is locked only for a running request."""
         self.caches.check_sums(self.running)
-        if self.states is not None:
-            self.states.check_slots()

@@ -67,6 +67,7 @@ class SequenceStates:
     """Which slot is whose, and which copies are still to be made."""
 
     def __init__(self, rows: int) -> None:
+        self.rows = rows
         self.count = state_slots(rows) - rows
         each = self.count // 2
         self.memory = StateMemory(rows + self.count)
