@@ -114,6 +114,15 @@ class Workload:
     train_rate: float = 0.0
     assumed: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        experts = self.shape.experts
+        if self.data > 1 and (self.tensor > 1 or not experts or experts % self.data):
+            raise ConfigError(
+                f"place.engines.dp (data) = {self.data} shares the experts of a mixture, as many on each device, and not "
+                f"with tp: {self.shape.name} has {experts or 'no'} experts, and tp (tensor) = {self.tensor}",
+                page="docs/place.md#engines-of-several-processes",
+            )
+
     @property
     def split(self) -> bool:
         return self.place == "split"
@@ -490,11 +499,6 @@ def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:
     if setting.engine_size > setting.engine_devices:
         key = "data" if setting.data > 1 else "tensor"
         raise ConfigError(f"{key} = {setting.engine_size}, but only {setting.engine_devices} devices serve")
-    if setting.data > 1 and (setting.tensor > 1 or not setting.shape.experts or setting.shape.experts % setting.data):
-        raise ConfigError(
-            f"data = {setting.data} shares the experts of a mixture, as many on each device, and not with tensor: "
-            f"{setting.shape.name} has {setting.shape.experts or 'no'} experts, and tensor = {setting.tensor}"
-        )
     if "tensor" not in given and setting.data == 1 and (tensor := _min_tensor_parallel(setting)) > setting.tensor:
         setting = replace(setting, tensor=tensor)
         assumed.append(
