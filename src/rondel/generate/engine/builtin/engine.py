@@ -92,7 +92,7 @@ class BuiltinEngine:
         if speculation is not None:
             speculation.attach_model(loaded, kv_pages)
         draft = speculation.draft if speculation else None
-        self.runner = (ModelRunner if ranks is None else ranks.runner)(
+        self.runner = ((ranks and ranks.runner) or ModelRunner)(
             loaded, self.pages, max_running, records=routes, draft=draft, compiled=compiled, states=states
         )
         owns = bool(transports)

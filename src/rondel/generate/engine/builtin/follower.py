@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rondel.core.protocols import Transport
     from rondel.generate.engine.builtin.rank_channel import CommandChannel
     from rondel.models.collectives import RankGroup
+    from rondel.models.loaded_model import LoadedModel
     from rondel.models.paged_layout import PagedLayout
     from rondel.models.routing_tape import RoutingTape
     from rondel.models.serving_part import ServingPart
@@ -94,7 +95,7 @@ class EngineFollower:
         if "runs" in facts:
             states = StateMemory(1) if fresh else self.states
             layout.states = SlotStates(states, [tuple(run) for run in facts["runs"]], self.device)
-        tape = self._new_tape(facts.get("records"))
+        tape = _new_tape(self.loaded, facts.get("records"))
         self._compute(facts, tokens, positions, layout, tape)
         if facts.get("answers"):  # the other rank is about to read what was written
             self.compute.send(torch.zeros(1, dtype=torch.int64), 0)
@@ -110,10 +111,6 @@ class EngineFollower:
         self._hidden = {number: self._hidden[number] for number in facts["alive"]}
         self._hidden[facts["number"]] = self.loaded.hidden_states(tokens, positions, layout, tape)
 
-    def _new_tape(self, width: int | None) -> RoutingTape | None:
-        """As wide as the leader's; None: nothing is recorded."""
-        return None if width is None else self.loaded.routing_tape(longest=None if width else 0)
-
     @torch.inference_mode()
     def _step(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         """Of the requests in this rank's own cache."""
@@ -126,7 +123,7 @@ class EngineFollower:
         layout = rebuild_layout(own["layout"], rest, self.keys, self.values)
         if own["runs"]:
             layout.states = SlotStates(self.states, [tuple(run) for run in own["runs"]], self.device)
-        tape = self._new_tape(facts["records"])
+        tape = _new_tape(self.loaded, facts["records"])
         self._compute(facts, tokens, positions, layout, tape)
         if tape is not None:
             self.compute.send(tape.recorded_routes, 0)
@@ -230,3 +227,8 @@ class EngineFollower:
     def _drop(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         self._stream, self._mine = None, {}
         self.receiver.drop_update()
+
+
+def _new_tape(loaded: LoadedModel, width: int | None) -> RoutingTape | None:
+    """As wide as the leader's; None: nothing is recorded."""
+    return None if width is None else loaded.routing_tape(longest=None if width else 0)

@@ -12,13 +12,13 @@ from torch import Tensor
 from rondel.core.protocols import Tags
 from rondel.generate.engine.builtin.lock_step import LockStep
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
-from rondel.generate.engine.builtin.runner import ModelRunner
 from rondel.generate.engine.builtin.states import StateMemory
 from rondel.models.layout_message import describe_layout
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
     from rondel.generate.engine.builtin.pages import EngineCaches
+    from rondel.generate.engine.builtin.runner import ModelRunner
     from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
     from rondel.models.cache_pools import LayerPools
     from rondel.models.loaded_model import LoadedModel
@@ -48,11 +48,11 @@ class RecordedStates(StateMemory):
 
 class LeadRank(LockStep):
     """The first rank as its engine knows it. `caches`: one in which every rank has its part of each request; or one a
-    rank, each of other requests. `runner`: makes a step's passes.
+    rank, each of other requests. `runner`: what makes a step's passes, if it is no plain one.
     """
 
     caches = 1
-    runner: type[ModelRunner] = ModelRunner
+    runner: type[ModelRunner] | None = None
 
     def __init__(
         self,

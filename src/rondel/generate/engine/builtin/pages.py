@@ -21,7 +21,6 @@ from torch import Tensor
 
 from rondel.core.errors import LawError
 from rondel.generate.engine.builtin.radix import RadixTree
-from rondel.generate.engine.builtin.states import SequenceStates
 from rondel.models.cache_pools import LayerPools
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from rondel.generate.engine.builtin.radix import Root
     from rondel.generate.engine.builtin.request import SequenceState
+    from rondel.generate.engine.builtin.states import SequenceStates
 
 CACHED = 0.75  # of a prompt: it is cached for the most part
 
@@ -158,7 +158,7 @@ class EngineCaches(list[SequencePages]):
     """
 
     def __init__(self, pages: PageAllocator, states: SequenceStates | None) -> None:
-        kept = [states, *(states and SequenceStates(states.rows) for _ in range(1, pages.ranks))]
+        kept = [states, *(states and states.another() for _ in range(1, pages.ranks))]
         super().__init__(SequencePages(each, RadixTree(own), own) for each, own in zip(pages.of_ranks, kept))
 
     @property

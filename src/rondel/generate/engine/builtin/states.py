@@ -77,6 +77,10 @@ class SequenceStates:
         }
         self._copies: list[tuple[int, int]] = []
 
+    def another(self) -> SequenceStates:
+        """For as many sequences of another rank."""
+        return SequenceStates(self.rows)
+
     @property
     def held(self) -> int:
         """Snapshots that exist."""
