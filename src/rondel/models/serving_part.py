@@ -27,7 +27,6 @@ from rondel.models.shard_cut import even_runs
 from rondel.models.tensor_cuts import TensorCuts
 from rondel.models.tensor_parallel import cut_model
 
-COLUMNS = 64  # of the logprobs of a row that ranks compare with each other
 INSTEAD = "tp = 1 for this engine, or an engine of another kind"
 SEVERAL = "dp of attention shares experts; use several engines instead, place.engines = { count = 2 }"
 TensorShapes = dict[str, tuple[tuple[int, ...], str]]
@@ -128,13 +127,6 @@ def check_part(part: ServingPart, expected: Tensor | None) -> None:
             f"{who} its logprobs differ by {gap:.3g} from those of the whole model (limit {PARITY[loaded.dtype]}): "
             f"{remedy}"
         )
-
-
-def compared_columns(z: Tensor) -> Tensor:
-    """Logits [C, V] -> logprobs [C, about COLUMNS] of tokens evenly among all, in which ranks with the same weights
-    agree: each of them depends on every weight.
-    """
-    return z.log_softmax(-1)[:, :: max(1, z.shape[1] // COLUMNS)].contiguous()
 
 
 def _probe_hidden(loaded: LoadedModel) -> tuple[Tensor, CountingLayout]:

@@ -22,10 +22,9 @@ from rondel.generate.engine.builtin.idle_pass import idle_pass
 from rondel.generate.engine.builtin.lead_rank import LeadRank, RecordedStates
 from rondel.generate.engine.builtin.runner import ModelRunner
 from rondel.models.layout_message import describe_layout, own_slots
-from rondel.models.load_check import PARITY
+from rondel.models.load_check import PARITY, compared_columns
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.paged_layout import PagedLayout
-from rondel.models.serving_part import compared_columns
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.pages import EngineCaches
