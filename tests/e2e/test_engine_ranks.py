@@ -521,9 +521,10 @@ def test_recipes_that_cannot_be_are_refused_by_name(tmp_path, changes, said):
 # -- rondel serve --------------------------------------------------------------------------------
 
 
-def test_a_server_of_two_processes(tmp_path):
-    """Its follower reads its part from the folder alone, experts apart or not; weights come from another folder; it ends
-    with its follower.
+@pytest.mark.parametrize("axis", ["--tp", "--dp"])
+def test_a_server_of_two_processes(tmp_path, axis):
+    """Its follower reads its part from the folder alone, experts apart; weights come from another folder; it ends with its
+    follower.
     """
     pytest.importorskip("openai")
     from kits.serve import Server, until
@@ -533,7 +534,7 @@ def test_a_server_of_two_processes(tmp_path):
     later.train()
     for name, model in (("first", loaded), ("second", later.loaded)):
         save_model(model, tmp_path / name)
-    server = Server(tmp_path / "first", tmp_path, "--tp", "2", "--ep", "2", "--kv-pages", "512")
+    server = Server(tmp_path / "first", tmp_path, axis, "2", "--ep", "2", "--kv-pages", "512")
     try:
         for number, model in enumerate((loaded, later.loaded)):
             if number:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -14,10 +15,13 @@ import torch
 
 from kits.engine import all_of, ask, engine, idle, plain_logprobs, prompt, twin, watched
 from kits.engine_ranks import RankedEngines, same_answers, whole
-from kits.runs import check, events, final, run
+from kits.runs import RECIPE, check, events, final, run
 from kits.sync import Publisher, wrote
+from rondel.assemble.refusals import _check_engine_ranks
+from rondel.assemble.served_engine import ServerSettings, open_engine
+from rondel.core.config.job import Job
 from rondel.core.config.place import PlaceConfig
-from rondel.core.errors import EngineError, ModelError, UserError
+from rondel.core.errors import ConfigError, EngineError, ModelError, UserError
 from rondel.generate.engine.builtin.requests_apart import ApartLayout
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models import collectives
@@ -243,6 +247,19 @@ def test_what_does_not_combine_is_refused(engines):
     ):
         with pytest.raises(ValueError, match=said):
             PlaceConfig(kind="split", engines=sizes)
+    for served, said in (
+        ({"dp": 2}, "--dp 2 with --ep 1: .* give both the same"),
+        ({"dp": 2, "ep": 2, "tp": 2}, "--dp 2 with --tp 2 is not supported"),
+        ({"dp": 2, "ep": 2, "speculative": "draft:x"}, "--dp 2 has no cache for a draft model"),
+        ({"dp": 2, "ep": 2, "compile": True, "device": "cpu"}, "--compile with --dp 2"),
+        ({"dp": 2, "ep": 2, "numerics": "aligned"}, "leave out --tp, --dp and --compile"),
+    ):
+        with pytest.raises(UserError, match=said), ExitStack() as ends:
+            open_engine("nowhere", ServerSettings(**served), ends)
+    apart = {"place.kind": "split", "place.engines": {"dp": 2, "ep": 2}}
+    _check_engine_ranks(Job.read(RECIPE, {**apart, "engine.speculative": {"kind": "ngram"}}))
+    with pytest.raises(ConfigError, match=r"place\.engines\.dp = 2 has no cache for a draft model on each process"):
+        _check_engine_ranks(Job.read(RECIPE, {**apart, "engine.speculative": {"kind": "draft", "model": "nowhere"}}))
     place = PlaceConfig(kind="split", engines={"dp": 2, "ep": 2})
     assert (place.engine_processes, place.engine_dp, place.engine_experts_apart) == (2, 2, True)
     assert len(asyncio.run(engines.of("mixtral").generate(ask(PROBE))).tokens) == 16, "the ranks go on"
