@@ -17,7 +17,6 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "reduce_scatter_single",
     "all_reduce",
-    "all_to_all_single",
     "broadcast",
     "reduce",
     "recv",
@@ -195,6 +194,8 @@ def counted_collectives() -> Iterator[dict[str, int]]:
     """
     import torch.distributed as dist
 
+    from rondel.models.collectives import RankGroup
+
     moved: dict[str, int] = {}
 
     def larger(args: tuple[Any, ...], how: dict[str, Any]) -> int:
@@ -206,11 +207,6 @@ def counted_collectives() -> Iterator[dict[str, int]]:
     def counting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **how: Any) -> Any:
             group, bytes_ = group_of(args, how), larger(args, how)
-            if name == "all_to_all_single" and len(args) > 2:  # received, rows of each rank
-                rows, got = args[0], args[2]
-                bytes_ = rows[:1].nbytes * (sum(got) - got[dist.get_rank(group)]) if len(rows) else 0
-                moved[name] = moved.get(name, 0) + bytes_
-                return own(*args, **how)
             if name == "recv":
                 share = 1.0
             elif name in ("broadcast", "reduce"):
@@ -222,11 +218,21 @@ def counted_collectives() -> Iterator[dict[str, int]]:
 
         return call
 
+    def exchange(ranks: RankGroup, x: Any, out: Any, sent: Any = None, got: Any = None) -> Any:
+        """Received, rows of each rank; without `got` as many of each."""
+        runs = got or [len(out) // ranks.size] * ranks.size
+        bytes_ = out[:1].nbytes * (sum(runs) - runs[ranks.index])
+        moved["all_to_all"] = moved.get("all_to_all", 0) + bytes_
+        return own_exchange(ranks, x, out, sent, got)
+
+    own_exchange = RankGroup.all_to_all
     known = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
     try:
         for name, own in known.items():
             setattr(dist, name, counting(name, own))
+        RankGroup.all_to_all = exchange
         yield moved
     finally:
+        RankGroup.all_to_all = own_exchange
         for name, own in known.items():
             setattr(dist, name, own)

@@ -1,7 +1,8 @@
-"""An engine of several processes (tensor parallel) against one process: do they write the same, and how fast is each?
+"""An engine of several processes against one process: do they write the same, and how fast is each?
 
     rondel bench engine_ranks --json                        every family of text in tests/kits/families.py, tp = 2
     rondel bench engine_ranks --families llama qwen3_moe --tp 2
+    rondel bench engine_ranks --requests-apart --json       dp = ep = 2
     rondel bench engine_ranks --families --speed MODEL --running 8 --new 64
 
 families   six answers of 12 tokens, three greedy: families that write equal tokens, the largest difference of a logprob,
@@ -33,6 +34,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--experts-apart", action="store_true", help="experts are not cut, each lies whole on one process"
     )
+    parser.add_argument(
+        "--requests-apart",
+        action="store_true",
+        help="experts alone are shared, and each process has requests of its own",
+    )
     parser.add_argument("--families", nargs="*", default=["all"])
     parser.add_argument("--speed", default="", metavar="MODEL", help="a folder, or { random = ... }")
     parser.add_argument("--running", type=int, default=8)
@@ -46,7 +52,9 @@ def main(argv: list[str] | None = None) -> None:
     from kits.engine_ranks import RankedEngines
 
     with tempfile.TemporaryDirectory() as folder:
-        engines = RankedEngines(Path(folder), tp=a.tp, experts_apart=a.experts_apart)
+        engines = RankedEngines(
+            Path(folder), tp=a.tp, experts_apart=a.experts_apart or a.requests_apart, requests_apart=a.requests_apart
+        )
         try:
             told = _compare_families(engines, a.families) if a.families else {}
             if a.speed:

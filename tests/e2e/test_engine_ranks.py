@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kits.engine import all_of, ask, engine, idle, inline, plain_logprobs, prompt, twin, watched
-from kits.engine_ranks import RankedEngines, whole
+from kits.engine_ranks import RankedEngines, same_answers, whole
 from kits.runs import check, events, final, run
 from kits.sync import Publisher, ShardedPublisher, wrote
 from kits.workers import alive
@@ -34,7 +34,6 @@ from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import WeightUpdate
 
 pytestmark = pytest.mark.slow
-CLOSE = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +48,7 @@ def alike(engines, kind, scenario, **settings):
     """What a scenario tells of an engine of two processes, and of one: equal, logprobs to 1e-5. -> what it told."""
     ours = asyncio.run(scenario(watched(engines.of(kind, **settings))))
     theirs = asyncio.run(scenario(watched(engine(whole(kind), **{"run": inline, **settings}))))
-    same(ours, theirs)
-    return ours
-
-
-def same(ours, theirs):
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs):
-        assert (a.tokens, a.finish_reason, a.cached_tokens, a.versions) == (
-            b.tokens, b.finish_reason, b.cached_tokens, b.versions,
-        )  # fmt: skip
-        assert a.logprobs == pytest.approx(b.logprobs, abs=CLOSE)
-        assert (a.experts is None) == (b.experts is None) and (a.experts is None or (a.experts == b.experts).all())
-        assert a.support == b.support
-        for streams in ("raw_logprobs", "prompt_logprobs"):
-            assert (getattr(a, streams) or []) == pytest.approx(getattr(b, streams) or [], abs=CLOSE)
+    same_answers(ours, theirs)
     return ours
 
 
@@ -358,7 +343,7 @@ def test_experts_whole_on_some_process_each(mixtures, kind, tmp_path):
 
     settings = {"kv_pages": 512, "routes": True}
     ours = mixtures.of(kind, transports={"ipc": FromIpc()}, **settings)
-    same(asyncio.run(scenario(watched(ours))), asyncio.run(scenario(watched(engine(whole(kind), **settings)))))
+    same_answers(asyncio.run(scenario(watched(ours))), asyncio.run(scenario(watched(engine(whole(kind), **settings)))))
     part = ours.loaded.lead.part
     held = dict(part.loaded.model.named_parameters())
     experts = [name for name in held if ".experts." in name]
@@ -414,7 +399,7 @@ def test_prompts_computed_elsewhere(apart, kind, tmp_path):
 
     settings = {"routes": kind == "qwen3_moe", "kv_pages": 70, "prefill_tokens": 16}
     ours = apart.of(kind, transports={"ipc": FromIpc()}, **settings)
-    same(asyncio.run(scenario(watched(ours))), asyncio.run(scenario(watched(engine(whole(kind), **settings)))))
+    same_answers(asyncio.run(scenario(watched(ours))), asyncio.run(scenario(watched(engine(whole(kind), **settings)))))
     assert ours.scheduler.retracted > 0 or kind != "llama"
     trainer = CheckpointPublisher(whole(kind), transport=FromIpc())
     trainer.train()
@@ -536,9 +521,10 @@ def test_recipes_that_cannot_be_are_refused_by_name(tmp_path, changes, said):
 # -- rondel serve --------------------------------------------------------------------------------
 
 
-def test_a_server_of_two_processes(tmp_path):
-    """Its follower reads its part from the folder alone, experts apart or not; weights come from another folder; it ends
-    with its follower.
+@pytest.mark.parametrize("axis", ["--tp", "--dp"])
+def test_a_server_of_two_processes(tmp_path, axis):
+    """Its follower reads its part from the folder alone, experts apart; weights come from another folder; it ends with its
+    follower.
     """
     pytest.importorskip("openai")
     from kits.serve import Server, until
@@ -548,7 +534,7 @@ def test_a_server_of_two_processes(tmp_path):
     later.train()
     for name, model in (("first", loaded), ("second", later.loaded)):
         save_model(model, tmp_path / name)
-    server = Server(tmp_path / "first", tmp_path, "--tp", "2", "--ep", "2", "--kv-pages", "512")
+    server = Server(tmp_path / "first", tmp_path, axis, "2", "--ep", "2", "--kv-pages", "512")
     try:
         for number, model in enumerate((loaded, later.loaded)):
             if number:

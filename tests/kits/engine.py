@@ -138,10 +138,17 @@ def plain_logprobs(loaded: LoadedModel, tokens: list[int], *, temperature: float
 def idle(e: BuiltinEngine) -> None:
     """Nothing runs, nothing waits, nothing is locked, every page is free or cached."""
     assert not e.scheduler.running and not e.scheduler.waiting and not e.serving.gone
-    assert e.scheduler.tree.held == 0 and all(n.locks == 0 for n in e.scheduler.tree.iter_nodes())
-    assert e.pages.free_count + e.scheduler.tree.cached == e.pages.count
-    cached = [p for n in e.scheduler.tree.iter_nodes() for p in n.pages]
-    assert sorted(cached + e.pages._free) == list(range(1, e.pages.count + 1)), "a page is lost or twice somewhere"
+    trees = [cache.tree for cache in e.scheduler.caches]
+    assert all(tree.held == 0 and all(n.locks == 0 for n in tree.iter_nodes()) for tree in trees)
+    assert all(c.pages.free_count + c.tree.cached == e.pages.count for c in e.scheduler.caches)
+    same_pages(e, [p for tree in trees for n in tree.iter_nodes() for p in n.pages])
+
+
+def same_pages(e: BuiltinEngine, taken: list[int]) -> None:
+    """These are in use, and all others free."""
+    free = [p for cache in e.scheduler.caches for p in cache.pages._free]
+    total = e.scheduler.caches.page_counts["total"]
+    assert sorted(taken + free) == list(range(1, total + 1)), "a page is lost or twice somewhere"
 
 
 def watched(e: BuiltinEngine) -> BuiltinEngine:
@@ -153,9 +160,12 @@ def watched(e: BuiltinEngine) -> BuiltinEngine:
         e.scheduler.check_invariants()
         s = e.scheduler
         private = [p for live in s.running for p in [*live.pages[live.shared :], *live.ahead]]
-        cached = [p for node in s.tree.iter_nodes() for p in node.pages]
-        assert sorted(private + cached + e.pages._free) == list(range(1, e.pages.count + 1))
-        assert s.tree.held == sum(len(n.pages) for n in s.tree.iter_nodes() if n.locks)
+        cached = [p for cache in s.caches for node in cache.tree.iter_nodes() for p in node.pages]
+        same_pages(e, private + cached)
+        for owner, cache in enumerate(s.caches):
+            assert cache.tree.held == sum(len(n.pages) for n in cache.tree.iter_nodes() if n.locks)
+            own = range(owner * e.pages.count + 1, (owner + 1) * e.pages.count + 1)
+            assert all(p in own for live in s.running if live.owner == owner for p in live.pages)
         assert all(len(live.guess) in (0, len(live.ahead)) for live in s.running)
         assert all(live.written + len(live.guess) < live.request.sampling.max_tokens for live in s.running)
 

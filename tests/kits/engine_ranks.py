@@ -8,9 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kits.engine import SIZE, engine, tiny
 from kits.families import model as family
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings
+from rondel.core.types import Completion
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
@@ -19,6 +22,7 @@ from rondel.runtime.devices import Device
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.from_ipc import FromIpc
 
+CLOSE = 1e-5
 KINDS = {  # beside the families of kits.families
     "one_key": SIZE | {"num_key_value_heads": 1},
     "untied": SIZE | {"tie_word_embeddings": False, "vocab_size": 53},  # which two ranks cannot share evenly
@@ -39,17 +43,29 @@ def whole(kind: str, *, deferred: bool = False) -> LoadedModel:
     return tiny("llama", **KINDS[kind]) if kind in KINDS else copy.deepcopy(family(kind))
 
 
+def same_answers(ours: list[Completion], theirs: list[Completion], *, cached: bool = True) -> list[Completion]:
+    """Of an engine of several processes and of one: equal, logprobs to 1e-5. `cached`: as much was found in the cache."""
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs):
+        assert (a.tokens, a.finish_reason, a.versions) == (b.tokens, b.finish_reason, b.versions)
+        assert not cached or a.cached_tokens == b.cached_tokens
+        assert a.logprobs == pytest.approx(b.logprobs, abs=CLOSE)
+        assert (a.experts is None) == (b.experts is None) and (a.experts is None or (a.experts == b.experts).all())
+        assert a.support == b.support
+        for streams in ("raw_logprobs", "prompt_logprobs"):
+            assert (getattr(a, streams) or []) == pytest.approx(getattr(b, streams) or [], abs=CLOSE)
+    return ours
+
+
 class RankedEngines:
     """`engines.of("llama", kv_pages=64)`: an engine of `tp` processes; the one before it is over."""
 
-    def __init__(
-        self, logs: Path, patience: float = 20.0, tp: int = 2, prefill: bool = False, experts_apart: bool = False
-    ) -> None:
+    def __init__(self, logs: Path, patience: float = 20.0, tp: int = 2, **apart: bool) -> None:
+        """`apart`: what of `RankSettings` they do not share."""
         self.ended: list[str] = []
         self.device = Device("cpu", 1)
         cluster = partial(ProcessCluster, logs, patience=patience)
-        how = {"threads": 1, "patience": patience, "prefill": prefill, "experts_apart": experts_apart}
-        settings = RankSettings("engine", ("cpu",) * tp, cluster, **how)
+        settings = RankSettings("engine", ("cpu",) * tp, cluster, threads=1, patience=patience, **apart)
         self.ranks = EngineRanks(settings, self.ended.append, {"ipc": FromIpc(), "disk": FromDisk(logs)})
 
     def of(self, kind: str, **settings) -> BuiltinEngine:

@@ -189,7 +189,7 @@ def test_many_requests_leak_no_page(count, together, pages):
             assert c.finish_reason == "length" and len(c.tokens) == requests[i].sampling.max_tokens
     assert len(aborts) > count / 12
     idle(e)
-    e.pages.free_pages(e.scheduler.tree.evict(e.pages.count))
+    e.pages.free_pages(e.scheduler.caches[0].tree.evict(e.pages.count))
     assert e.pages.free_count == e.pages.count and len(e.scheduler._rows) == together
 
 
@@ -244,7 +244,7 @@ def test_keys_and_values_of_old_weights_never_enter_the_new_root(version):
         mixed = await asyncio.gather(*tasks)
         again = await e.generate(ask(p, key=9))
         idle(e)
-        assert {root[0] for root in e.scheduler.tree.roots} == {version}
+        assert {root[0] for root in e.scheduler.caches[0].tree.roots} == {version}
         return fresh, mixed, again
 
     fresh, mixed, again = asyncio.run(main())
@@ -307,11 +307,11 @@ def test_nothing_is_evicted_in_vain():
     """A request for which there is no room even without the cache leaves the cache alone."""
     e = engine(MODEL, kv_pages=100)
     asyncio.run(e.generate(ask(prompt(1, 40), n=1)))
-    holder = e.scheduler
+    holder = e.scheduler.caches[0]
     node, _ = holder.tree.match_prefix((0, "", ""), prompt(1, 40)[:20])
     holder.tree.lock(node)
-    assert not holder.sequence_pages.make_room(81) and holder.tree.cached == 40
-    assert holder.sequence_pages.make_room(80) and holder.tree.cached == 20
+    assert not holder.make_room(81) and holder.tree.cached == 40
+    assert holder.make_room(80) and holder.tree.cached == 20
 
 
 def test_siblings_wait_for_their_prompt_and_not_for_each_other():

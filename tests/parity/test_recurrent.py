@@ -203,7 +203,7 @@ def test_snapshots_are_few_and_none_is_lost(kind):
     again = [asyncio.run(e.generate(ask(p, key=i, n=2))) for i, p in enumerate(given)]
     assert [c.tokens for c in first] == [c.tokens for c in again]
     assert max(abs(a - b) for c, d in zip(first, again) for a, b in zip(c.logprobs, d.logprobs)) <= 1e-5
-    held = [n.state for n in e.scheduler.tree.iter_nodes() if n.state is not None]
+    held = [n.state for n in e.scheduler.caches[0].tree.iter_nodes() if n.state is not None]
     assert len(set(held)) == len(held) == e.scheduler.states.held <= e.scheduler.states.count
     asyncio.run(e.flush_cache())
     assert e.scheduler.states.held == 0

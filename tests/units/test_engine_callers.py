@@ -110,7 +110,7 @@ def test_a_broken_step_tells_everyone_and_caches_nothing():
         done = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(d, EngineError) and "RuntimeError: out of memory" in str(d) for d in done)
         idle(e)
-        assert e.scheduler.tree.cached == 0, "pages that no step computed are in the cache"
+        assert e.scheduler.caches[0].tree.cached == 0, "pages that no step computed are in the cache"
         fails = False
         with pytest.raises(EngineError, match="its step broke: RuntimeError: out of memory"):
             await e.generate(ask(prompt(1, 20)))

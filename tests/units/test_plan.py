@@ -22,6 +22,8 @@ from rondel.core.config.place import MeshConfig
 from rondel.core.config.renamed_keys import MOVED_KEYS
 from rondel.core.config.section import ConfigSection
 from rondel.core.config.toml_reader import set_dotted
+from rondel.core.errors import ConfigError
+from rondel.planner import cost, memory
 from rondel.planner.advice import suggest_changes
 from rondel.planner.hardware import DEVICES, calibration_file, save_calibration, this_machine
 from rondel.planner.layout import parallel_layouts
@@ -238,3 +240,35 @@ def test_an_engine_of_several_processes_is_planned_as_one(capsys):
     out = ask(capsys, str(RECIPE), "--place.kind=split", "--place.engines={ count = 2, tp = 2 }", "--json")[1]
     devices = json.loads(out)["devices"]
     assert (devices["count"], devices["generate"], devices["devices_an_engine"]) == (5, 4, 2)
+    assert devices["engine"] == "tp = 2"
+
+
+def test_an_engine_whose_devices_have_requests_of_their_own():
+    """Bytes of one of its devices, by hand: all but 3/4 of the experts, keys and values of a quarter of the requests."""
+    words = [
+        "model=30b-a3b",
+        "hardware=h200",
+        "place=split",
+        "gpus=5",
+        "trainers=1",
+        "running=64",
+        "prompt=512",
+        "output=512",
+    ]
+    one, four = what_if([*words, "tensor=1"]), what_if([*words, "data=4"])
+    s = four.shape
+    assert (four.engine_size, four.engine_count, one.engine_count) == (4, 1, 4)
+    (a, b) = (memory.engine_memory(each) for each in (one, four))
+    assert a["engine weights"]["generate"] == 2 * s.parameter_count
+    assert b["engine weights"]["generate"] == pytest.approx(2 * (s.parameter_count - s.expert_parameters * 3 / 4))
+    assert b["KV cache"]["generate"] == 16 * 1024 * s.kv_bytes(2) == a["KV cache"]["generate"] / 4
+    # a rank sends half of what it has for one of two: 48 layers of 8 experts a token, to and fro
+    sent = 48 * 2 * (3 / 4) * 8 * (64 / 4) * s.hidden * 2
+    assert cost.exchange_bytes(s, 64, 4, 2) == pytest.approx(sent)
+    told = make_plan(four)["devices"]["engine"]
+    assert told.startswith(f"dp = 4, ep = 4: {s.experts // 4} of {s.experts} experts and a cache of ")
+    assert "sends" in told and f"{sent / 1e6:.3g} MB in a decode step of 64 requests" in told
+    assert cost.decode_seconds(s, four.hardware, 64, 768, data=4) < cost.decode_seconds(s, one.hardware, 64, 768)
+    for more, said in ((["model=7b"], "no experts"), (["tensor=2"], r"tensor\) = 2"), (["data=3"], "128 experts")):
+        with pytest.raises(ConfigError, match=said):
+            what_if([*words[:3], "gpus=13", *words[4:], "data=4", *more])

@@ -33,8 +33,10 @@ class Machine:
     memory   page -> (what stands for the keys and values of a token and all before it, the version that wrote them)
     """
 
-    def __init__(self, pages, **settings):
-        self.scheduler = Scheduler(PageAllocator(pages), **{"max_running": 12, "prefill_tokens": 24, **settings})
+    def __init__(self, pages, ranks=1, **settings):
+        self.scheduler = Scheduler(
+            PageAllocator(pages, ranks=ranks), **{"max_running": 12, "prefill_tokens": 24, **settings}
+        )
         self.memory, self.truth = {}, {}
         self.version = self.now = 0
         self.arrived, self.took, self.done = {}, [], []
@@ -66,6 +68,9 @@ class Machine:
         for at in range(len(truth), live.computed_tokens):
             truth.append(after(truth[-1] if truth else len(live.request.namespace), live.tokens[at]))
         held = [self.memory[page] for page in live.pages[:first]]
+        assert {(page - 1) // self.scheduler.pages.count for page in live.pages} == {live.owner}, (
+            "a page of another rank"
+        )
         assert [context for context, _ in held] == truth[:first], "a page does not hold what its request put there"
         if live.root is not None:
             assert {version for _, version in held} <= {live.root[0]}, (
@@ -91,9 +96,11 @@ class Machine:
 
     def idle(self):
         s = self.scheduler
-        assert not self.inside and not self.arrived and s.tree.held == 0 and len(s._rows) == s.max_running
-        s.pages.free_pages(s.tree.evict(s.pages.count))
-        assert sorted(s.pages._free) == list(range(1, s.pages.count + 1))
+        assert not self.inside and not self.arrived and len(s._rows) == s.max_running
+        assert all(cache.tree.held == 0 for cache in s.caches)
+        s.caches.evict_all()
+        for rank, cache in enumerate(s.caches):
+            assert sorted(cache.pages._free) == [rank * s.pages.count + n for n in range(1, s.pages.count + 1)]
 
 
 def alone(request, longest):
@@ -124,8 +131,47 @@ def test_many_requests_leak_no_page_and_all_end(requests):
     """A crowd ten times larger than the cache; some are aborted, the cache is dropped at
     times, and weights change under what runs.
     """
-    r = random.Random(4)
-    m, coming, aborted, came, most = Machine(110), crowd(r, requests), 0, 0, 60
+    m, most = Machine(110), 60
+    aborted = play(m, random.Random(4), requests, most)
+    assert len(m.done) == requests and aborted < requests / 10 and m.scheduler.retracted > requests / 100
+    whole = [live for live in m.done if live.written == live.request.sampling.max_tokens]
+    assert len(whole) >= requests - aborted
+    for live in whole[:: len(whole) // 200]:
+        assert live.tokens == alone(live.request, 110)
+    assert max(m.took) <= most * 30, "longer than if all those before it had run one by one"
+
+
+def test_ranks_with_requests_of_their_own_leak_no_page_and_all_end():
+    """The same of three caches, of which each holds what its requests need and nobody else's."""
+    m = Machine(110, ranks=3)
+    aborted = play(m, random.Random(5), 300, 60)
+    assert len(m.done) == 300 and aborted < 30 and m.scheduler.retracted > 0
+    whole = [live for live in m.done if live.written == live.request.sampling.max_tokens]
+    assert len(whole) >= 300 - aborted and all(live.tokens == alone(live.request, 110) for live in whole[::5])
+    shares = [sum(live.owner == rank for live in m.done) for rank in range(3)]
+    assert min(shares) > 60, "each has its share of the work"
+
+
+def test_siblings_are_where_their_prompt_is_up_to_a_ranks_share():
+    """Two prompts with four siblings each, on two ranks that run eight at most together: one prompt on each. Then eight
+    siblings of a third: its rank has four of them, and the other computes the prompt once more.
+    """
+    m = Machine(400, ranks=2, max_running=8, prefill_tokens=400)
+    pairs = [[m.add(ask([k] * 50, key=10 * k + g, n=2)) for g in range(4)] for k in (1, 2)]
+    while m.inside:
+        m.step()
+    owners = [{live.owner for live in lives} for lives in pairs]
+    assert sorted(owners, key=min) == [{0}, {1}] and m.scheduler.prefilled == 2 * 50 + 6
+    lives = [m.add(ask([3] * 50, key=30 + g, n=4)) for g in range(8)]
+    while m.inside:
+        m.step()
+    assert sorted(live.owner for live in lives) == [0] * 4 + [1] * 4
+    assert m.scheduler.prefilled == 2 * 50 + 6 + 2 * 50 + 6
+
+
+def play(m, r, requests, most):
+    """-> how many were aborted."""
+    coming, aborted, came = crowd(r, requests), 0, 0
     while came < requests or m.inside:
         while came < requests and len(m.inside) < most and r.random() < 0.7:
             m.add(next(coming))
@@ -140,12 +186,7 @@ def test_many_requests_leak_no_page_and_all_end(requests):
         if m.inside:
             m.step()
     m.idle()
-    assert len(m.done) == requests and aborted < requests / 10 and m.scheduler.retracted > requests / 100
-    whole = [live for live in m.done if live.written == live.request.sampling.max_tokens]
-    assert len(whole) >= requests - aborted
-    for live in whole[:: len(whole) // 200]:
-        assert live.tokens == alone(live.request, 110)
-    assert max(m.took) <= most * 30, "longer than if all those before it had run one by one"
+    return aborted
 
 
 def test_a_short_prompt_does_not_wait_for_long_ones_that_came_later():

@@ -272,7 +272,7 @@ def test_hold_and_new_weights_in_the_middle():
     same(done, asyncio.run(all_of(engine(MODEL), requests)))
     for c, n in zip(done, counts):
         assert c.versions == [0] * n + [1] * (60 - n)
-    assert all(root[0] == 1 for root in e.scheduler.tree.roots)
+    assert all(root[0] == 1 for root in e.scheduler.caches[0].tree.roots)
     quiet(e)
 
 

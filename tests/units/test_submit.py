@@ -76,6 +76,10 @@ def test_engines_of_several_processes_take_as_many_gpus_of_the_first_node():
     text = slurm_script(layout(2, 8, engines, way="torchrun"), way="torchrun")
     place = trained(text).place
     assert "|| ranks=4\n" in text and (place.engine_count, place.engine_tp) == (2, 2)
+    apart = trained(
+        slurm_script(layout(2, 8, "--place.engines={ dp = 2, ep = 2 }", way="torchrun"), way="torchrun")
+    ).place
+    assert (apart.engine_count, apart.engine_tp, apart.engine_dp, apart.engine_experts_apart) == (1, 1, 2, True)
     with pytest.raises(UserError, match=r"which Ray does not promise: use --with torchrun, or place\.engines = 2"):
         layout(2, 8, engines, way="ray")
 

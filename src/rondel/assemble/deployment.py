@@ -232,6 +232,7 @@ class DeploymentPlan:
             where.patience,
             where.engine_prefill,
             where.engine_experts_apart,
+            where.engine_dp > 1,
         )
         return partial(EngineRanks, settings, stay_alive if where.cluster == "local" else end_process)
 
@@ -454,7 +455,11 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     for worker in hosts if led else (*trainers, *hosts):
         job.mark_read(worker.now("read_keys"))
     where = f"{workers} processes with {format_threads(each)} each: {ranks} of the trainer, {engines * n} of the engine"
-    where += " (prefill apart)" if job.place.engine_prefill else f" (tp = {n})" * (n > 1)
+    where += (
+        " (prefill apart)"
+        if job.place.engine_prefill
+        else f" ({'dp' if job.place.engine_dp > 1 else 'tp'} = {n})" * (n > 1)
+    )
     remotes = {
         plan.worker_name("engine", i): RemoteEngine(worker, partial(start_engine, i), longest)
         for i, worker in enumerate(hosts)

@@ -1,4 +1,4 @@
-"""The other processes of an engine that holds its model in parts (tensor parallel): started, joined, watched, ended.
+"""The other processes of an engine that holds its model in parts: started, joined, watched, ended.
 
     EngineRanks (in the process of the first rank)   spawns ──> FollowerHost, one a rank, which follows until it is closed
 They are children of the first rank and end with it; if one of them ends or hangs, the engine is over and says which.
@@ -25,6 +25,7 @@ from rondel.generate.engine.builtin.lead_rank import LeadRank
 from rondel.generate.engine.builtin.lead_receiver import LeadReceiver
 from rondel.generate.engine.builtin.prefill_split import PrefillLead, SplitModel
 from rondel.generate.engine.builtin.rank_channel import CommandChannel
+from rondel.generate.engine.builtin.requests_apart import ApartLead, ApartModel
 from rondel.models.collectives import RankGroup
 from rondel.models.load import load_model, pick_dtype
 from rondel.models.loaded_model import LoadedModel
@@ -48,6 +49,7 @@ class RankSettings:
     patience  seconds that one rank waits for another
     prefill   the second rank computes prompts with the whole model; else all share every matrix
     experts_apart  but experts, each of which lies whole on one rank
+    requests_apart  and everything else, which every rank has whole, for requests of its own
     """
 
     name: str
@@ -58,10 +60,18 @@ class RankSettings:
     patience: float = 60.0
     prefill: bool = False
     experts_apart: bool = False
+    requests_apart: bool = False
 
     @property
     def size(self) -> int:
         return len(self.devices)
+
+    @property
+    def lead(self) -> tuple[type[LeadRank], Callable[..., LoadedModel]]:
+        """The first rank, and its model."""
+        if self.prefill:
+            return PrefillLead, SplitModel
+        return (ApartLead, ApartModel) if self.requests_apart else (LeadRank, LeadModel)
 
 
 class FollowerHost:
@@ -76,9 +86,7 @@ class FollowerHost:
     async def load(self, load: Callable[[], LoadedModel]) -> None:
         self.loaded = await self.device.run(load)
 
-    async def join(
-        self, address: tuple[str, int], transports: Mapping[str, Transport], prefill: bool, experts_apart: bool
-    ) -> None:
+    async def join(self, address: tuple[str, int], transports: Mapping[str, Transport], how: Mapping[str, Any]) -> None:
         """Returns when all ranks have joined and hold their parts."""
 
         def join_here() -> EngineFollower:
@@ -86,7 +94,7 @@ class FollowerHost:
             assert loaded is not None, "load() comes first"
             meeting = Rendezvous.connect_to(address)
             where = (self.rank, self.size, self.device.name, self.patience)
-            joined = join_ranks(loaded, meeting, *where, prefill=prefill, experts_apart=experts_apart)
+            joined = join_ranks(loaded, meeting, *where, **how)
             return EngineFollower(*joined, transports)
 
         self.follower = await self.device.run(join_here)
@@ -123,13 +131,15 @@ def join_ranks(
     *,
     prefill: bool = False,
     experts_apart: bool = False,
+    requests_apart: bool = False,
 ) -> tuple[ServingPart, CommandChannel, RankGroup]:
     """Meet the other ranks and keep a part of the model. `expected`: what the whole one says of the probe."""
     control = meeting.make_group("control", rank, size, patience=patience)
     compute = control
     if device.startswith("cuda"):
         compute = meeting.make_group("compute", rank, size, device=device, patience=patience)
-    part = cut_for_serving(loaded, compute, device, whole=prefill, experts_apart=experts_apart)
+    whole = prefill or requests_apart
+    part = cut_for_serving(loaded, compute, device, whole=whole, experts_apart=experts_apart)
     if not prefill:
         check_part(part, expected)
     return part, CommandChannel(control), compute
@@ -179,14 +189,13 @@ class EngineRanks:
         for answer in loads:
             answer.result()  # a follower that hangs fails its calls
         meeting, s = Rendezvous(HOST), self.settings
-        told = (meeting.address, self.transports, s.prefill, s.experts_apart)
-        joins = [follower.ask("join", *told) for follower in self.followers]
+        how: dict[str, Any] = {name: getattr(s, name) for name in ("prefill", "experts_apart", "requests_apart")}
+        joins = [follower.ask("join", meeting.address, self.transports, how) for follower in self.followers]
 
         def join_here() -> LeadRank:
-            how = {"prefill": s.prefill, "experts_apart": s.experts_apart}
             joined = join_ranks(loaded, meeting, 0, s.size, device.name, s.patience, expected, **how)
-            rank, model = (PrefillLead, SplitModel) if s.prefill else (LeadRank, LeadModel)
             calls = {"tell": self._tell, "fate": self._wait_for_fate, "ended": self._ended}
+            rank, model = s.lead
             return rank(*joined, model=model, receiver=LeadReceiver, **calls)
 
         self.lead = lead = device.call(join_here)

@@ -228,7 +228,7 @@ def _check_engine_ranks(job: Job) -> None:
     p, e = job.place, job.engine
     if p.engine_processes == 1:
         return
-    key = "prefill = true" if p.engine_prefill else f"tp = {p.engine_tp}"
+    key = "prefill = true" if p.engine_prefill else f"dp = {p.engine_dp}" if p.engine_dp > 1 else f"tp = {p.engine_tp}"
     rules = [
         (
             e.kind == "builtin",
@@ -248,6 +248,10 @@ def _check_engine_ranks(job: Job) -> None:
         ),
         (not job.policies, "serves one model: drop the policies, or this setting"),
         (not job.run.record, "writes no schedule that is replayed: set run.record = false"),
+        (
+            p.engine_dp == 1 or job.engine.speculative.kind in ("off", "ngram"),
+            'has no cache for a draft model on each process: set engine.speculative.kind = "ngram" or "off"',
+        ),
     ]
     for holds, rule in rules:
         if not holds:

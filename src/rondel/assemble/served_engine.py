@@ -52,12 +52,18 @@ class ServerSettings:
     speculative: str = "off"
     tp: int = 1
     ep: int = 1
+    dp: int = 1
     compile: bool = False
     drain: float = 30.0
     limits: RequestLimits = field(default_factory=RequestLimits)
     adapters: dict[str, str] | None = (
         None  # {name: folder} on the one base; None: none can be served, {}: some may come
     )
+
+    @property
+    def processes(self) -> int:
+        """Of the engine."""
+        return self.tp * self.dp
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +79,22 @@ class ServedEngine:
 def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: ExitStack) -> ServedEngine:
     """A model in an engine on a device of its own, until `ends` closes."""
     _check_numerics(settings)
-    if settings.ep not in (1, settings.tp):
-        raise UserError(
-            f"--ep {settings.ep} with --tp {settings.tp}: experts lie apart on the processes of --tp; give both the same"
-        )
+    _check_processes(settings)
     device_name = pick_device(settings.device)
     own, threads = _rank_devices(device_name, settings), settings.threads
-    if settings.tp > 1 and threads is None:
-        threads = max(1, len(usable_cores()) // settings.tp)
+    if settings.processes > 1 and threads is None:
+        threads = max(1, len(usable_cores()) // settings.processes)
     device, ranks = Device(own[0], threads), None
     ends.callback(device.close)
     transports: dict[str, Transport] = {"ipc": FromIpc()}
-    if settings.tp == 1:
+    if settings.processes == 1:
         loaded = device.call(lambda: load_model(model, dtype=settings.dtype, device=device_name))
         if loaded.blocks is not None or isinstance(loaded.head, StepHead):
             return _open_stepwise(model, loaded, settings, device, transports)
     else:
         cluster = partial(ProcessCluster, patience=PATIENCE)
-        how = RankSettings("engine", own, cluster, threads, experts_apart=settings.ep > 1)
+        ep, dp = settings.ep > 1, settings.dp > 1
+        how = RankSettings("engine", own, cluster, threads, experts_apart=ep, requests_apart=dp)
         ranks = EngineRanks(how, end_process, transports)
         ends.callback(ranks.close, device)
         loaded = ranks.load(model, settings.dtype, device)
@@ -107,6 +111,7 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
         max_running=settings.max_running,
         longest=loaded.max_context,
         prefill=settings.prefill_tokens,
+        caches=settings.dp,
         own=device_name.startswith("cuda"),
         staged=True,
     )
@@ -139,6 +144,7 @@ def _open_stepwise(
     own = (
         "speculative",
         "tp",
+        "dp",
         "compile",
         "adapters",
         "kv_pages",
@@ -168,14 +174,31 @@ def _served_name(model: str | dict[str, Any], loaded: LoadedModel, settings: Ser
     return settings.name or (Path(model).name if isinstance(model, str) and Path(model).is_dir() else loaded.name)
 
 
+def _check_processes(settings: ServerSettings) -> None:
+    """Before anything is loaded."""
+    if settings.tp > 1 and settings.dp > 1:
+        raise UserError(f"--dp {settings.dp} with --tp {settings.tp} is not supported: leave one of them out")
+    if settings.dp > 1 and settings.ep != settings.dp:
+        raise UserError(
+            f"--dp {settings.dp} with --ep {settings.ep}: its processes share the experts of a mixture; give both the "
+            "same, or start a server for each"
+        )
+    if settings.ep not in (1, settings.processes):
+        raise UserError(
+            f"--ep {settings.ep} with --tp {settings.tp}: experts lie apart on the processes of --tp; give both the same"
+        )
+    if settings.dp > 1 and settings.speculative.startswith("draft"):
+        raise UserError(f"--dp {settings.dp} has no cache for a draft model on each process: use --speculative ngram")
+
+
 def _check_numerics(settings: ServerSettings) -> None:
     """Before anything is loaded."""
     if settings.numerics not in ("fast", "aligned", "rounded"):
         raise UserError(f"--numerics {settings.numerics}: it is fast, aligned or rounded")
-    if settings.numerics != "fast" and (settings.tp > 1 or settings.compile):
+    if settings.numerics != "fast" and (settings.processes > 1 or settings.compile):
         raise UserError(
-            f"--numerics {settings.numerics} is proved for whole matrices, operation by operation: leave out --tp and "
-            "--compile"
+            f"--numerics {settings.numerics} is proved for whole matrices, operation by operation: leave out --tp, --dp "
+            "and --compile"
         )
 
 
@@ -183,9 +206,10 @@ def _load_adapters(loaded: LoadedModel, settings: ServerSettings, device: Device
     """Those that are asked for by name, or room for those to come."""
     if settings.adapters is None:
         return
-    if settings.tp > 1 or settings.compile:
+    if settings.processes > 1 or settings.compile:
         raise UserError(
-            "adapters of single requests are read by one process, operation by operation: leave out --tp and --compile"
+            "adapters of single requests are read by one process, operation by operation: leave out --tp, --dp and "
+            "--compile"
         )
     bank = device.call(AdapterBank, loaded)
     for name, folder in settings.adapters.items():
@@ -194,19 +218,19 @@ def _load_adapters(loaded: LoadedModel, settings: ServerSettings, device: Device
 
 def _rank_devices(device: str, settings: ServerSettings) -> tuple[str, ...]:
     """Of each process of the engine."""
-    if settings.tp == 1:
+    n, key = settings.processes, "--dp" if settings.dp > 1 else "--tp"
+    if n == 1:
         return (device,)
     if settings.compile:
         raise UserError(
-            f"--compile with --tp {settings.tp}: an engine of several processes runs its passes operation by "
+            f"--compile with {key} {n}: an engine of several processes runs its passes operation by "
             "operation; leave it out"
         )
     if device == "cpu":
-        return (device,) * settings.tp
+        return (device,) * n
     first, there = int(device.partition(":")[2] or 0), torch.cuda.device_count()
-    if first + settings.tp > there:
+    if first + n > there:
         raise UserError(
-            f"--tp {settings.tp} asks for that many GPUs from number {first} on, and this machine has {there}: use "
-            "fewer"
+            f"{key} {n} asks for that many GPUs from number {first} on, and this machine has {there}: use fewer"
         )
-    return tuple(f"cuda:{first + i}" for i in range(settings.tp))
+    return tuple(f"cuda:{first + i}" for i in range(n))

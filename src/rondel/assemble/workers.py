@@ -111,6 +111,7 @@ def engine_of(
         max_running=job.engine.max_running,
         longest=longest,
         prefill=job.engine.prefill_tokens,
+        caches=job.place.engine_dp,
         own=own,
         staged="ipc" in transports,
     )
@@ -730,10 +731,11 @@ def pages_of(
     prefill: int,
     own: bool,
     staged: bool,
+    caches: int = 1,
 ) -> planner.ResolvedValue:
     """Cache pages for requests of at most `longest` tokens, whose keys and values all these models keep. `own`: the
     device is a GPU with nobody else on it while the engine generates; `staged`: new
-    weights lie there beside the old ones."""
+    weights lie there beside the old ones; `caches` of as many pages on ranks of their own, which share the requests."""
     loaded, reserve = models[0], None
     free, memory = (
         torch.cuda.mem_get_info(loaded.device) if loaded.device.type == "cuda" else (planner.free_memory(), 0)
@@ -752,7 +754,7 @@ def pages_of(
         )
     return planner.kv_pages(
         wanted,
-        max_running=max_running,
+        max_running=-(-max_running // caches),
         longest=longest,
         page_bytes=sum(m.cached for m in models),
         free_bytes=max(0, free - planner.state_slots(max_running) * sum(m.state_bytes for m in models)),

@@ -11,6 +11,7 @@ from rondel.core.mesh import Mesh
 from rondel.models.expert_parallel import check_experts
 from rondel.models.layer_split import layers_of_stage
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.serving_part import SEVERAL
 from rondel.models.step_head import StepHead
 from rondel.models.tensor_parallel import check_tensor_parallel
 from rondel.score.preflight import CheckFinding
@@ -19,7 +20,8 @@ from rondel.train.mesh_checks import refuse_mesh
 
 def check_layouts(job: Job, parts: Components) -> list[CheckFinding]:
     """Of the trainer's ranks, and of engines of several processes."""
-    mesh, tp, found = job.place.mesh.to_mesh(job.place.ranks), job.place.engine_tp, list[CheckFinding]()
+    mesh, found = job.place.mesh.to_mesh(job.place.ranks), list[CheckFinding]()
+    tp, dp = job.place.engine_tp, job.place.engine_dp
     if mesh.world > 1:
         megatron = job.place.mesh.layers == "megatron"
         found.append(_try_layout(f"place.mesh = {mesh}", lambda: _check_models(parts, mesh, megatron=megatron)))
@@ -27,6 +29,9 @@ def check_layouts(job: Job, parts: Components) -> list[CheckFinding]:
         loaded = parts.trainer.loaded
         what = f"place.engines: tp = {tp}"
         found.append(_try_layout(what, lambda: check_tensor_parallel(loaded.model, tp, "engines of one process")))
+    if dp > 1:
+        model = parts.trainer.loaded.model
+        found.append(_try_layout(f"place.engines: dp = {dp}", lambda: check_experts(model, dp, SEVERAL)))
     return found
 
 
@@ -40,7 +45,7 @@ def _check_models(parts: Components, mesh: Mesh, *, megatron: bool) -> None:
                 refuse_model(trainer.loaded, mesh.tp)
 
 
-def _try_layout(what: str, attempt: Callable[[], None]) -> CheckFinding:
+def _try_layout(what: str, attempt: Callable[[], object]) -> CheckFinding:
     try:
         attempt()
     except (ConfigError, ModelError) as error:

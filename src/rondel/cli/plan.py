@@ -75,6 +75,7 @@ def print_plan(told: dict[str, Any]) -> None:
         places = ", which do both in turn" if devices["count"] > 1 else ""
     wide = f", {devices['devices_an_engine']} an engine" if devices["devices_an_engine"] > 1 else ""
     mesh = f", place.mesh = {devices['mesh']}" if devices.get("mesh", "{}") != "{}" else ""
+    wide += f" ({layout})" if (layout := devices.get("engine")) else ""
     console.print(f"devices   {devices['count']} x {devices['hardware']}{places}{wide}{mesh}")
     console.print(f"a step    {work['text']}")
     for bill in told["memory"]:

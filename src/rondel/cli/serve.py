@@ -58,7 +58,15 @@ def run(
     ] = 1,
     ep: Annotated[
         int,
-        typer.Option(min=1, max=64, help="As many as --tp: experts of a mixture lie whole on one of these processes."),
+        typer.Option(
+            min=1, max=64, help="As many as --tp or --dp: experts of a mixture lie whole on one of these processes."
+        ),
+    ] = 1,
+    dp: Annotated[
+        int,
+        typer.Option(
+            min=1, max=64, help="Processes with requests of their own that share the experts of a mixture, one a GPU."
+        ),
     ] = 1,
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter that clients ask for as a model.")
@@ -131,6 +139,7 @@ def run(
             compile=compile,
             tp=tp,
             ep=ep,
+            dp=dp,
             drain=drain,
             adapters=_parse_adapters(adapter or [], enable_adapters),
             limits=RequestLimits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),

@@ -53,6 +53,11 @@ class RankGroup:
         self.group.broadcast([x], options).wait()
         return x
 
+    def all_to_all(self, x: Tensor, out: Tensor, sent: list[int] | None = None, got: list[int] | None = None) -> Tensor:
+        """Runs of x, `sent` rows for each rank, to where runs of out, `got` rows from each, are; even ones without. -> out."""
+        self.group.alltoall_base(out, x.contiguous(), got or [], sent or []).wait()  # groups of engines have this name
+        return out
+
     def send(self, x: Tensor, to: int) -> None:
         """To one rank, which receives a tensor of this shape."""
         self.group.send([x.contiguous()], to, 0).wait()
@@ -168,9 +173,7 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, sent: list[int], got: list[int], ranks: RankGroup) -> Tensor:
-    out = x.new_empty(sum(got), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), got, sent, group=ranks.group)
-    return out
+    return ranks.all_to_all(x, x.new_empty(sum(got), *x.shape[1:]), sent, got)
 
 
 def enter_cut(x: Tensor, ranks: RankGroup) -> Tensor:

@@ -8,7 +8,7 @@ Routers, shared experts and everything else stay as they are. A replayed route (
 router's, so it is dispatched like any other. No capacity, no dropped token: what an expert gets is what was routed to it.
 
 In an engine every rank has the rows of all, and nothing travels: each computes those of its experts, and the sum that
-leaves the layer's part is the whole (`exchange` false).
+leaves the layer's part is the whole (`exchange` false). Where its ranks have requests of their own, rows travel.
 
 Beside tensor parallel (models/tensor_parallel.py) experts are not cut, and each of the tp ranks, which all have the same
 rows, sends a run of them: what its experts make of these is its part of the sum that leaves the layer's part.
@@ -26,7 +26,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -34,6 +33,8 @@ from rondel.core.errors import ModelError
 from rondel.models.collectives import RankGroup, exchange_rows
 from rondel.models.shard_cut import ShardCut, even_runs, split_shards
 from rondel.models.tensor_cuts import TensorCuts
+
+INSTEAD = "use place.mesh with shards, cp or tp instead of ep"
 
 
 def routed_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -56,13 +57,12 @@ def expert_parameters(model: nn.Module) -> list[str]:
     return [f"{name}.{own}" for name, experts in routed_experts(model).items() for own, _ in experts.named_parameters()]
 
 
-def check_experts(model: Any, ep: int, *, exchange: bool = True) -> dict[str, nn.Module]:
+def check_experts(model: Any, ep: int, instead: str = INSTEAD) -> dict[str, nn.Module]:
     """The mixtures of a model whose experts `ep` ranks share. Raises ModelError where there are none that can be cut, or
-    ranks do not divide them. `exchange`: as `cut_experts` has it.
+    ranks do not divide them. `instead`: the remedy for a dense one.
     """
     kind, mixtures = model.config.model_type, routed_experts(model)
     if not mixtures:
-        instead = "use place.mesh with shards, cp or tp instead of ep" if exchange else "leave ep out"
         raise ModelError(
             f"model type '{kind}' has no experts that ep could lay apart (it has none, or their weights are not joined "
             f"in tensors [experts, ...]): {instead}"
@@ -75,13 +75,20 @@ def check_experts(model: Any, ep: int, *, exchange: bool = True) -> dict[str, nn
     return mixtures
 
 
-def cut_experts(model: Any, ranks: RankGroup, twins: RankGroup | None = None, *, exchange: bool = True) -> TensorCuts:
+def cut_experts(
+    model: Any,
+    ranks: RankGroup,
+    twins: RankGroup | None = None,
+    *,
+    exchange: bool = True,
+    instead: str = INSTEAD,
+) -> TensorCuts:
     """Keep this rank's experts of a whole model, in place. `twins`: who has the same rows, by tensor parallel. `exchange`:
     tokens travel; else all ranks have the same ones.
 
     Raises ModelError where there are none that can be cut, or ranks do not divide them.
     """
-    found, mixtures = TensorCuts(ranks, sequence=False), check_experts(model, ranks.size, exchange=exchange)
+    found, mixtures = TensorCuts(ranks, sequence=False), check_experts(model, ranks.size, instead)
     for name, experts in mixtures.items():
         count = next(experts.parameters()).shape[0]
         cut = ShardCut(0)
@@ -108,8 +115,7 @@ def _dispatch(
     expert_S = chosen.flatten()
     order = expert_S.argsort(stable=True)  # by expert, and with that by rank
     leave = torch.bincount(expert_S, minlength=count).view(ranks.size, -1)  # [n, E/n]
-    arrive = torch.empty_like(leave)  # [n, E/n], of each rank to each expert here
-    dist.all_to_all_single(arrive, leave, group=ranks.group)
+    arrive = ranks.all_to_all(leave, torch.empty_like(leave))  # [n, E/n], of each rank to each expert here
     sent, got = torch.stack([leave.sum(1), arrive.sum(1)]).tolist()
     rows = exchange_rows(tokens[order // k], sent, got, ranks)  # [R, H]
     here = torch.arange(arrive.shape[1], device=rows.device).repeat(ranks.size)

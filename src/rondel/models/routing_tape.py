@@ -88,6 +88,13 @@ class RoutingTape:
         ]
         return torch.cat([routes, *pieces], 1)
 
+    def restore_records(self, recorded: Tensor) -> None:
+        """Take over what was recorded elsewhere: [T, L, K], as `recorded_routes` of such a tape gives it."""
+        self.rows = [recorded[:, layer] for layer in range(self.layers)]
+        each = -(-self.width // recorded.shape[2])  # rows of an indexer
+        kept = recorded[:, self.layers :].unflatten(1, (self.indexers, each)) if self.indexers else recorded[:, :0]
+        self.keys = [kept[:, i].flatten(1)[:, : self.width] - 1 for i in range(self.indexers)]
+
     def expert_counts(self) -> dict[int, Tensor]:
         """Of each layer here, tokens that went to each of its experts: [E] int64."""
         taken = {i: self.rows[i] if self.routes is None else self.routes[:, i] for i in sorted(self.own)}

@@ -28,6 +28,7 @@ from rondel.models.tensor_cuts import TensorCuts
 from rondel.models.tensor_parallel import cut_model
 
 INSTEAD = "tp = 1 for this engine, or an engine of another kind"
+SEVERAL = "dp of attention shares experts; use several engines instead, place.engines = { count = 2 }"
 TensorShapes = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -73,9 +74,10 @@ def cut_for_serving(
     `device`.
 
     whole          every rank keeps all of it: they share passes, and not matrices
-    experts_apart  experts of a mixture are not cut: each lies whole on one rank
+    experts_apart  experts of a mixture are not cut: each lies whole on one rank. With `whole` the ranks have rows of
+                   their own, which travel to them
     """
-    _refuse(loaded, ranks.size)
+    _refuse(loaded, ranks.size, cuts_attention=not (whole and experts_apart))
     model = loaded.model
     module, checkpoint = _shapes_of(names.named_weights(model)), _checkpoint_shapes(model)
     vocabulary, token_count = loaded.vocabulary, loaded.token_count
@@ -85,7 +87,7 @@ def cut_for_serving(
         apart = expert_parameters(model) if experts_apart else []
         cuts = cut_model(model, ranks, sequence=False, instead=INSTEAD, apart=apart)
     if experts_apart:
-        own = cut_experts(model, ranks, exchange=False)
+        own = cut_experts(model, ranks, exchange=whole, instead=SEVERAL if whole else "leave ep out")
         cuts.cuts, cuts.shapes = cuts.cuts | own.cuts, cuts.shapes | own.shapes
     if (weights := loaded.weights) is not None:
 
@@ -107,7 +109,7 @@ def check_part(part: ServingPart, expected: Tensor | None) -> None:
     expected  [11, V] of `probe_logprobs`, on the first rank
     """
     loaded, ranks = part.loaded, part.cuts.ranks
-    who = f"'{loaded.name}' ({loaded.model.config.model_type}): cut over tp = {ranks.size} processes of an engine,"
+    who = f"'{loaded.name}' ({loaded.model.config.model_type}): cut over {ranks.size} processes of an engine,"
     remedy = f"some part of it cannot be cut that way. Use {INSTEAD}"
     try:
         hidden, layout = _probe_hidden(loaded)
@@ -145,14 +147,14 @@ def _checkpoint_shapes(model: nn.Module) -> TensorShapes:
         return {}
 
 
-def _refuse(loaded: LoadedModel, tp: int) -> None:
+def _refuse(loaded: LoadedModel, size: int, *, cuts_attention: bool) -> None:
     for found, what in (
         (loaded.adapter is not None, "an adapter cannot be cut"),
         (loaded.sight is not None, "a model with images needs whole matrices"),
         (loaded.aligned, 'numerics = "aligned" is proved for whole matrices'),
-        (loaded.indexers > 0, "an indexer cannot be cut"),
-        (loaded.compressed, "compressed attention cannot be cut"),
+        (cuts_attention and loaded.indexers > 0, "an indexer cannot be cut"),
+        (cuts_attention and loaded.compressed, "compressed attention cannot be cut"),
         (loaded.in_four_bits, "weights in 4 bits cannot be cut"),
     ):
         if found:
-            raise ConfigError(f"an engine of tp = {tp} processes serves '{loaded.name}': {what}. Use tp = 1 instead")
+            raise ConfigError(f"an engine of {size} processes serves '{loaded.name}': {what}. Use one process instead")

@@ -68,7 +68,13 @@ def suggest_changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
             'model.adapter.kind = "qlora": the base in 4 bits, slower to generate with',
             replace(setting, four_bits=True),
         )
-    if on_gpu and setting.split and setting.tensor * 2 <= setting.engine_devices and not setting.rank:
+    if (
+        on_gpu
+        and setting.split
+        and setting.data == 1
+        and setting.tensor * 2 <= setting.engine_devices
+        and not setting.rank
+    ):
         tp = 2 * setting.tensor
         yield (
             f"place.engines = {{ count = {setting.engine_devices // tp}, tp = {tp} }}: engines whose devices share "

@@ -101,9 +101,9 @@ class ClusterLayout:
         engines = str(max(1, self.engine_count))
         if place.engine_processes > 1:
             prefill = str(place.engine_prefill).lower()
-            tp = place.engine_tp
-            experts = f", ep = {tp}" if place.engine_experts_apart else ""
-            engines = f"{{ count = {place.engine_count}, tp = {tp}{experts}, prefill = {prefill} }}"
+            sizes = f"dp = {place.engine_dp}" if place.engine_dp > 1 else f"tp = {place.engine_tp}"
+            experts = f", ep = {place.engine_processes}" if place.engine_experts_apart else ""
+            engines = f"{{ count = {place.engine_count}, {sizes}{experts}, prefill = {prefill} }}"
         ranks = [f"--place.ranks={self.ranks}"] if cluster != "torchrun" else []
         words = [
             "--place.kind=split",

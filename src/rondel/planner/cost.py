@@ -8,7 +8,7 @@ sync                        bytes of the weights / bandwidth of the way
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rondel.planner.hardware import GB, Hardware
 from rondel.planner.memory import bytes_per_number, memory_bills
@@ -16,6 +16,7 @@ from rondel.planner.overlap import longest_answer_bound
 from rondel.planner.resolve import COMMIT, SPARE
 from rondel.planner.shapes import ModelShape
 from rondel.planner.stored_bytes import nf4_bytes
+from rondel.planner.traffic import expert_traffic
 from rondel.planner.workload import Workload
 
 if TYPE_CHECKING:
@@ -57,22 +58,35 @@ def decode_seconds(
     context: float,
     *,
     tensor: int = 1,
+    data: int = 1,
     width: float = 2,
     four_bits: bool = False,
 ) -> float:
     """One step of one engine of `tensor` devices: a token for each of `requests`, which have
     `context` tokens behind them on average.
 
-    A base in 4 bits is read, written whole, and read again.
+    A base in 4 bits is read, written whole, and read again. `data` devices read everything but experts each, for their
+    own requests, and exchange tokens in each layer with experts.
     """
     bandwidth, flops = on.bandwidth * on.stream * tensor, on.flops * on.decode_efficiency * tensor * 2 / width
-    weights = max(
-        decode_parameters(shape, requests) * width / bandwidth, 2 * shape.active_parameters * requests / flops
-    )
+    read, requests = decode_parameters(shape, requests), requests / data
+    if data > 1:
+        own = shape.active_parameters - shape.expert_parameters * shape.per_token / shape.experts
+        read = own + (read - own) / data
+    weights = max(read * width / bandwidth, 2 * shape.active_parameters * requests / flops)
+    weights += exchange_bytes(shape, requests * data, data, width) / on.link
     if four_bits:
         weights += decode_pass_bytes(shape, width) / bandwidth
     cache = requests * context * tensor * shape.kv_bytes(width, tensor=tensor)
     return on.overhead * shape.layers + weights + cache / bandwidth
+
+
+def exchange_bytes(shape: ModelShape, tokens: float, data: int, width: float) -> float:
+    """What one of `data` devices sends in a pass of so many tokens in all, to the experts of others and back, where
+    routes are even: (L - dense)·2(n-1)/n·k·T·D·width/n.
+    """
+    mixtures = shape.layers - shape.dense_layers
+    return mixtures * expert_traffic(data, tokens * shape.hidden * width, shape.per_token)
 
 
 def held_codes_seconds(setting: Workload) -> float:
@@ -106,7 +120,7 @@ def _cache_tokens(setting: Workload) -> float:
     cache = bill.rows.get("KV cache", {}).get("generate", 0.0)
     free = bill.memory * (1 - SPARE) - bill.phase_bytes("generate") + cache
     each = setting.shape.kv_bytes(setting.width, tensor=setting.tensor)
-    return max(setting.prompt + setting.mean, min(free, cache) / each)
+    return setting.data * max(setting.prompt + setting.mean, min(free, cache) / each)
 
 
 class GenerationTime(NamedTuple):
@@ -128,28 +142,38 @@ class GenerationTime(NamedTuple):
 def generation_time(setting: Workload) -> GenerationTime:
     requests = decode_concurrency(setting)
     middle = setting.prompt + setting.mean / 2
-    arguments = {"tensor": setting.tensor, "width": setting.width}
-    step = decode_seconds(setting.shape, setting.hardware, requests, middle, four_bits=setting.four_bits, **arguments)
+    arguments = decode_arguments(setting)
+    step = decode_seconds(setting.shape, setting.hardware, requests, middle, **arguments)
     step += held_codes_seconds(setting)
     scale = measured_decode_scale(setting)
     step *= scale
     prefill = prefill_seconds(
-        setting.shape, setting.hardware, setting.prompts * setting.prompt / setting.engine_count, **arguments
+        setting.shape,
+        setting.hardware,
+        setting.prompts * setting.prompt / setting.engine_count,
+        tensor=setting.engine_size,
+        width=setting.width,
     )
     decoding = setting.new_tokens / (setting.engine_count * requests / step)
     looped = setting.samples * setting.hardware.answer / setting.engine_count
     prefill += look_seconds(
-        setting, setting.prompts / setting.engine_count, setting.tensor, setting.hardware.efficiency
+        setting, setting.prompts / setting.engine_count, setting.engine_size, setting.hardware.efficiency
     )
     late = setting.prompt + setting.output / 2
-    alone = (
-        decode_seconds(setting.shape, setting.hardware, 1, late, four_bits=setting.four_bits, **arguments)
-        * setting.output
-        * scale
-    )
+    alone = decode_seconds(setting.shape, setting.hardware, 1, late, **arguments) * setting.output * scale
     work = decoding + prefill + looped
     seconds = max(work, longest_answer_bound(alone, setting.staleness))
     return GenerationTime(setting.new_tokens / seconds, seconds, alone, requests, work)
+
+
+def decode_arguments(setting: Workload) -> dict[str, Any]:
+    """Of `decode_seconds`."""
+    return {
+        "tensor": setting.tensor,
+        "data": setting.data,
+        "width": setting.width,
+        "four_bits": setting.four_bits,
+    }
 
 
 def measured_decode_scale(setting: Workload) -> float:
@@ -164,11 +188,9 @@ def measured_decode_scale(setting: Workload) -> float:
         setting.hardware,
         requests,
         middle,
-        tensor=setting.tensor,
-        width=setting.width,
-        four_bits=setting.four_bits,
+        **decode_arguments(setting),
     )
-    return requests / (setting.generate_rate * setting.tensor) / estimated
+    return requests / (setting.generate_rate * setting.engine_size) / estimated
 
 
 HOST_LINK = 25e9  # bytes a second between a GPU and its host: what PCIe 4.0 x16 reaches, an assumption
@@ -337,5 +359,7 @@ def interrupt_seconds(setting: Workload) -> dict[str, float]:
     return {
         "hold": COMMIT,
         "drain": found.longest,
-        "abort": prefill_seconds(setting.shape, setting.hardware, again, tensor=setting.tensor, width=setting.width),
+        "abort": prefill_seconds(
+            setting.shape, setting.hardware, again, tensor=setting.engine_size, width=setting.width
+        ),
     }

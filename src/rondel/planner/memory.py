@@ -387,7 +387,10 @@ def engine_memory(setting: Workload) -> dict[str, dict[str, float]]:
 def route_record_bytes(setting: Workload) -> dict[str, float]:
     """In host memory, of one engine and of the samples of a step: experts and chosen keys, to be replayed."""
     each, tokens = _route_bytes(setting), setting.samples * (setting.prompt + setting.mean)
-    return {"routes of cached tokens": float(kv_tokens(setting) * each), "routes of a step": tokens * each}
+    return {
+        "routes of cached tokens": float(kv_tokens(setting) * setting.data * each),
+        "routes of a step": tokens * each,
+    }
 
 
 def _route_bytes(setting: Workload) -> int:
@@ -400,7 +403,7 @@ def _engine_without_cache(setting: Workload) -> dict[str, dict[str, float]]:
     """The same without the cache."""
     s = setting.shape
     own = not setting.has_one_module
-    weights = setting.engine_weight_bytes / setting.tensor
+    weights = setting.engine_weight_bytes * setting.engine_share
     asleep = ("train", "logprob", "sync") if setting.offload and not setting.split else ()
     rows: dict[str, dict[str, float]] = {}
     if own:
@@ -429,15 +432,15 @@ def staged_bytes(setting: Workload) -> float:
     beside = setting.split and (
         setting.sync == "ipc" or (setting.sync == "auto" and setting.gpus <= setting.hardware.in_node)
     )
-    return setting.sync_bytes / setting.tensor if beside and setting.hardware.on_gpu else 0.0
+    return setting.sync_bytes * setting.engine_share if beside and setting.hardware.on_gpu else 0.0
 
 
 def kv_tokens(setting: Workload) -> int:
     """Pages of one engine, by the rule that a run has (planner/resolve.py): every running
-    request at its longest, as far as memory goes.
+    request at its longest, as far as memory goes; of one of its devices, where these have caches of their own.
     """
     s, on = setting.shape, setting.hardware
-    left, reserve = on.memory - setting.engine_weight_bytes / setting.tensor, None
+    left, reserve = on.memory - setting.engine_weight_bytes * setting.engine_share, None
     if on.on_gpu and (setting.split or (setting.offload and not setting.policies)):
         reserve = engine_reserve(
             memory=on.memory,
@@ -461,7 +464,7 @@ def kv_tokens(setting: Workload) -> int:
         left -= SPARE * on.memory + state_slots(setting.running) * s.state_bytes(setting.width)
     return kv_pages(
         setting.pages or "auto",
-        max_running=setting.running,
+        max_running=-(-setting.running // setting.data),
         longest=setting.prompt + setting.output,
         page_bytes=max(1, s.kv_bytes(setting.width, tensor=setting.tensor)),
         free_bytes=max(0, int(left)),

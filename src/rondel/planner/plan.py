@@ -7,9 +7,10 @@ from typing import Any
 from rondel.planner import advice, cost, split
 from rondel.planner.flow_plan import make_flow_plan
 from rondel.planner.flow_workload import FlowWorkload
+from rondel.planner.hardware import GB
 from rondel.planner.host_memory import bytes_beside
 from rondel.planner.layout import ParallelLayout, parallel_layouts
-from rondel.planner.memory import bill_tables, memory_bills
+from rondel.planner.memory import bill_tables, kv_tokens, memory_bills
 from rondel.planner.overlap import StepTimes, longest_answer_bound, stages_overlap
 from rondel.planner.traffic import describe_layout
 from rondel.planner.workload import Workload
@@ -25,7 +26,7 @@ def make_plan(setting: Workload | FlowWorkload) -> dict[str, Any]:
     t = setting.samples / trained / setting.train_devices
     most = setting.samples / longest_answer_bound(generated.longest, setting.staleness)
     divided = split.advise_split(
-        setting.gpus, r, t, trainers=setting.trainers if setting.split else 0, unit=setting.tensor, most=most
+        setting.gpus, r, t, trainers=setting.trainers if setting.split else 0, unit=setting.engine_size, most=most
     )
     step = StepTimes.with_update(
         generated.seconds,
@@ -62,7 +63,8 @@ def make_plan(setting: Workload | FlowWorkload) -> dict[str, Any]:
             "place": setting.place,
             "train": setting.train_devices,
             "generate": setting.engine_devices,
-            "devices_an_engine": setting.tensor,
+            "devices_an_engine": setting.engine_size,
+            "engine": _engine_layout(setting),
             "source": setting.hardware.source,
         },
         "work": {
@@ -100,6 +102,19 @@ def make_plan(setting: Workload | FlowWorkload) -> dict[str, Any]:
         "advice": advice.bill_sentences(setting),
         "assumed": [*setting.assumed, *list_assumptions(setting)],
     }
+
+
+def _engine_layout(setting: Workload) -> str:
+    """How an engine of several devices lies over them, and what its own way costs."""
+    if setting.data == 1:
+        return f"tp = {setting.tensor}" if setting.tensor > 1 else ""
+    s, requests = setting.shape, cost.decode_concurrency(setting)
+    cache = kv_tokens(setting) * s.kv_bytes(setting.width)
+    sent = cost.exchange_bytes(s, requests, setting.data, setting.width)
+    return (
+        f"dp = {setting.data}, ep = {setting.data}: {s.experts // setting.data} of {s.experts} experts and a cache of "
+        f"{cache / GB:.3g} GB on each device, which sends {sent / 1e6:.3g} MB in a decode step of {requests} requests"
+    )
 
 
 def _listed_layouts(setting: Workload) -> list[ParallelLayout]:

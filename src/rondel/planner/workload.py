@@ -44,7 +44,8 @@ class Workload:
     """`Workload(shape("70b"), hardware("h100"), gpus=64)`.
 
     gpus      devices in all;  trainers: those of them that train, where place is "split"
-    tensor    devices of one engine
+    tensor    devices of one engine that share every matrix
+    data      or that share the experts of a mixture, each with requests and a cache of its own
     prompts   P groups a step, of `group` answers: to a prompt of `prompt` tokens at most
               `output` and on average `mean` tokens
     micro     tokens of one forward and backward pass;  running: requests decoded together by one engine
@@ -71,6 +72,7 @@ class Workload:
     place: str = "shared"
     trainers: int = 0
     tensor: int = 1
+    data: int = 1
     prompts: int = 16
     group: int = 8
     prompt: int = 512
@@ -112,6 +114,15 @@ class Workload:
     train_rate: float = 0.0
     assumed: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        experts = self.shape.experts
+        if self.data > 1 and (self.tensor > 1 or not experts or experts % self.data):
+            raise ConfigError(
+                f"place.engines.dp (data) = {self.data} shares the experts of a mixture, as many on each device, and not "
+                f"with tp: {self.shape.name} has {experts or 'no'} experts, and tp (tensor) = {self.tensor}",
+                page="docs/place.md#engines-of-several-processes",
+            )
+
     @property
     def split(self) -> bool:
         return self.place == "split"
@@ -126,7 +137,12 @@ class Workload:
 
     @property
     def engine_count(self) -> int:
-        return max(1, self.engine_devices // self.tensor)
+        return max(1, self.engine_devices // self.engine_size)
+
+    @property
+    def engine_size(self) -> int:
+        """Devices of one engine."""
+        return self.tensor * self.data
 
     @property
     def samples(self) -> int:
@@ -164,6 +180,12 @@ class Workload:
             return self.weight_bytes
         s, held = self.shape, self.shape.matrix_parameters - self.shape.expert_parameters
         return held * self.sent_bits / 8 + (s.parameter_count - held) * self.width
+
+    @property
+    def engine_share(self) -> float:
+        """Of a copy of the weights what lies on one device of an engine: of each matrix a part, or of the experts."""
+        apart = self.shape.expert_parameters * self.width * (1 - 1 / self.data)
+        return (1 - apart / self.engine_weight_bytes) / self.tensor
 
     @property
     def has_one_module(self) -> bool:
@@ -234,6 +256,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         where,
         gpus=job.place.ranks + job.place.engine_count * job.place.engine_processes if split else 1,
         tensor=job.place.engine_tp if split else 1,
+        data=job.place.engine_dp if split else 1,
         policies=others,
         place=job.place.kind,
         trainers=job.place.ranks if split else 0,
@@ -362,6 +385,7 @@ QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, 
     "place": ("place", _parse_place),
     "trainers": ("trainers", _parse_count),
     "tensor": ("tensor", _positive_count),
+    "data": ("data", _positive_count),
     "prompts": ("prompts", _positive_count),
     "group": ("group", _positive_count),
     "prompt": ("prompt", _parse_count),
@@ -472,9 +496,10 @@ def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:
         )
     if setting.host_optimizer and setting.train_devices > 1:
         raise ConfigError(f"host_optimizer = yes is for one device that trains, and these are {setting.train_devices}")
-    if setting.tensor > setting.engine_devices:
-        raise ConfigError(f"tensor = {setting.tensor}, but only {setting.engine_devices} devices serve")
-    if "tensor" not in given and (tensor := _min_tensor_parallel(setting)) > setting.tensor:
+    if setting.engine_size > setting.engine_devices:
+        key = "data" if setting.data > 1 else "tensor"
+        raise ConfigError(f"{key} = {setting.engine_size}, but only {setting.engine_devices} devices serve")
+    if "tensor" not in given and setting.data == 1 and (tensor := _min_tensor_parallel(setting)) > setting.tensor:
         setting = replace(setting, tensor=tensor)
         assumed.append(
             f"an engine is {tensor} devices: the fewest whose memory holds the weights and a third more for the cache"

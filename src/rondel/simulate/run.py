@@ -111,11 +111,10 @@ def world_of(
     if isinstance(setting, FlowWorkload):
         return flow_world(setting, lengths, **more)
     requests, middle = cost.decode_concurrency(setting), setting.prompt + setting.mean / 2
-    arguments = {"tensor": setting.tensor, "width": setting.width}
-    packed = setting.four_bits
+    arguments = cost.decode_arguments(setting)
     scale = cost.measured_decode_scale(setting)
     beat = [
-        scale * cost.decode_seconds(setting.shape, setting.hardware, max(1, n), middle, four_bits=packed, **arguments)
+        scale * cost.decode_seconds(setting.shape, setting.hardware, max(1, n), middle, **arguments)
         for n in range(requests + 1)
     ]
     way = cost.sync_options(setting)[0]
@@ -123,7 +122,9 @@ def world_of(
         engines=setting.engine_count,
         places=requests,
         beat=beat,
-        prefill=cost.prefill_seconds(setting.shape, setting.hardware, 1, **arguments),
+        prefill=cost.prefill_seconds(
+            setting.shape, setting.hardware, 1, tensor=setting.engine_size, width=setting.width
+        ),
         train=cost.tokens_seconds(setting) / setting.packed_tokens,
         lengths=lengths or log_normal(setting.mean, sigma, setting.output),
         prompts=setting.prompts,

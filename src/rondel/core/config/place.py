@@ -92,8 +92,13 @@ class EnginesConfig(SettingsTable):
     )
     ep: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="as many as tp: experts of a mixture are not cut, each lies whole on one of these processes (expert "
-        "parallel)",
+        description="as many as tp, or as dp: experts of a mixture are not cut, each lies whole on one of these processes "
+        "(expert parallel)",
+    )
+    dp: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="processes of each that have requests and a cache of their own and share nothing but the experts of a "
+        "mixture (data parallel attention); ep as many, not with tp",
     )
     prefill: bool = Field(
         False,
@@ -157,6 +162,11 @@ class PlaceConfig(ConfigSection):
         return 1 if isinstance(self.engines, int) else self.engines.tp
 
     @property
+    def engine_dp(self) -> int:
+        """Processes of each that have requests of their own."""
+        return 1 if isinstance(self.engines, int) else self.engines.dp
+
+    @property
     def engine_experts_apart(self) -> bool:
         """Whether experts lie whole on one process of each."""
         return not isinstance(self.engines, int) and self.engines.ep > 1
@@ -169,7 +179,7 @@ class PlaceConfig(ConfigSection):
     @property
     def engine_processes(self) -> int:
         """Of each engine."""
-        return self.engine_tp + self.engine_prefill
+        return self.engine_tp * self.engine_dp + self.engine_prefill
 
     @property
     def on_ray(self) -> bool:
@@ -199,9 +209,17 @@ class PlaceConfig(ConfigSection):
             raise ValueError(
                 f'engines = {several} with kind = "shared": there is one engine a rank; leave it out, or use kind = "split"'
             )
-        if each.get("prefill") and each["tp"] > 1:
-            raise ValueError(f"engines: prefill = true with tp = {each['tp']} is not supported; leave one of them out")
-        if each.get("ep", 1) not in (1, each.get("tp", 1)):
+        sizes = {key: each[key] for key in ("tp", "dp") if each.get(key, 1) > 1}
+        sizes |= {"prefill": "true"} if each.get("prefill") else {}
+        if len(sizes) > 1:
+            both = " with ".join(f"{key} = {n}" for key, n in sizes.items())
+            raise ValueError(f"engines: {both} is not supported; leave one of them out")
+        if (dp := each.get("dp", 1)) > 1 and each["ep"] != dp:
+            raise ValueError(
+                f"engines: dp = {dp} with ep = {each['ep']}: processes with requests of their own share the experts of a "
+                f"mixture; set ep = {dp}, or use engines = {{ count = {dp} }} for engines that share nothing"
+            )
+        if dp == 1 and each.get("ep", 1) not in (1, each.get("tp", 1)):
             raise ValueError(
                 f"engines: ep = {each['ep']} with tp = {each['tp']}: experts lie apart over all processes of an "
                 "engine; let them agree, or leave ep out"

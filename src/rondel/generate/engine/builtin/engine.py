@@ -81,18 +81,18 @@ class BuiltinEngine:
         self.loaded, self.claim, self.log = loaded, claim, log
         given = transports or {}
         self.arrivals = receiver or (WeightReceiver(loaded, given) if ranks is None else ranks.weight_receiver(given))
-        self.pages = PageAllocator(kv_pages)
+        self.pages = PageAllocator(kv_pages, ranks=1 if ranks is None else ranks.caches)
         states = SequenceStates(max_running) if loaded.state_bytes else None
         self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens, states=states)
         if ranks is not None:
-            ranks.attach(self.pages, states)
+            ranks.attach(self.scheduler.caches)
         if concurrency is not None:
             self.scheduler.limit = concurrency.limit
         self.speculation = speculation
         if speculation is not None:
             speculation.attach_model(loaded, kv_pages)
         draft = speculation.draft if speculation else None
-        self.runner = ModelRunner(
+        self.runner = ((ranks and ranks.runner) or ModelRunner)(
             loaded, self.pages, max_running, records=routes, draft=draft, compiled=compiled, states=states
         )
         owns = bool(transports)
@@ -229,9 +229,9 @@ class BuiltinEngine:
             running=0 if parked else len(s.running),
             waiting=0 if parked else len(s.waiting),
             parked=parked,
-            pages_free=self.pages.free_count,
-            pages_cached=s.tree.cached,
-            pages_total=self.pages.count,
+            pages_free=s.caches.page_counts["free"],
+            pages_cached=s.caches.page_counts["cached"],
+            pages_total=s.caches.page_counts["total"],
             capabilities=frozenset(
                 {
                     *CAN,
@@ -279,10 +279,10 @@ class BuiltinEngine:
         """
         if self.serving.is_busy:
             raise EngineError("flush while requests run: pause the engine first, or wait until it is idle")
-        free = self.pages.free_count
+        free = self.scheduler.caches.page_counts["free"]
         self.scheduler.drop_cache(self.version)
         self.runner.eyes.forget_features()
-        return self.pages.free_count - free
+        return self.scheduler.caches.page_counts["free"] - free
 
     async def sleep(self, tags: Tags) -> None:
         """Give memory back by tag. Parked requests keep their tokens; without their

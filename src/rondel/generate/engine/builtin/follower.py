@@ -11,12 +11,14 @@ from torch import Tensor
 
 from rondel.core.errors import SyncError
 from rondel.core.types import Begin, Commit, Message, Route
+from rondel.generate.engine.builtin.idle_pass import idle_pass
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
 from rondel.generate.engine.builtin.part_receiver import PartReceiver
 from rondel.generate.engine.builtin.shared_pools import SharedPools
 from rondel.generate.engine.builtin.states import StateMemory
 from rondel.models.cache_pools import LayerPools
 from rondel.models.layout_message import rebuild_layout
+from rondel.models.load_check import compared_columns
 from rondel.models.main_grad import weights_changed
 from rondel.models.recurrent.layout import SlotStates
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from rondel.core.protocols import Transport
     from rondel.generate.engine.builtin.rank_channel import CommandChannel
     from rondel.models.collectives import RankGroup
+    from rondel.models.loaded_model import LoadedModel
+    from rondel.models.paged_layout import PagedLayout
+    from rondel.models.routing_tape import RoutingTape
     from rondel.models.serving_part import ServingPart
 
 TOLD = 60.0  # seconds that a message of an update may be behind its command
@@ -56,6 +61,9 @@ class EngineFollower:
             "attach": self._attach,
             "forward": self._forward,
             "logits": self._give_logits,
+            "step": self._step,
+            "step logits": self._give_own_logits,
+            "compare": self._give_columns,
             "share": self._share,
             "rows": self._give_rows,
             "sleep": self._sleep,
@@ -87,16 +95,48 @@ class EngineFollower:
         if "runs" in facts:
             states = StateMemory(1) if fresh else self.states
             layout.states = SlotStates(states, [tuple(run) for run in facts["runs"]], self.device)
-        self._hidden = {number: self._hidden[number] for number in facts["alive"]}
-        records = facts.get("records")
-        tape = None if records is None else self.loaded.routing_tape(longest=None if records else 0)
-        self._hidden[facts["number"]] = self.loaded.hidden_states(tokens, positions, layout, tape)
+        tape = _new_tape(self.loaded, facts.get("records"))
+        self._compute(facts, tokens, positions, layout, tape)
         if facts.get("answers"):  # the other rank is about to read what was written
             self.compute.send(torch.zeros(1, dtype=torch.int64), 0)
         if tape is not None:
             routes = tape.recorded_routes
             self.compute.send(torch.tensor(routes.shape), 0)
             self.compute.send(routes, 0)
+
+    def _compute(
+        self, facts: dict[str, Any], tokens: Tensor, positions: Tensor, layout: PagedLayout, tape: RoutingTape | None
+    ) -> None:
+        """One pass, whose hidden states are kept for as long as the leader keeps its own."""
+        self._hidden = {number: self._hidden[number] for number in facts["alive"]}
+        self._hidden[facts["number"]] = self.loaded.hidden_states(tokens, positions, layout, tape)
+
+    @torch.inference_mode()
+    def _step(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        """Of the requests in this rank's own cache."""
+        if (own := facts["parts"][self.compute.index - 1]) is None:
+            idle = idle_pass(self.keys, self.values, self.device, recurrent=self.states.slots > 0)
+            return self._compute(facts, *idle, None)
+        for source, target in own["copies"]:
+            self.states.copy_slot(source, target)
+        tokens, positions, *rest = self.channel.receive_own(own["shapes"], self.device)
+        layout = rebuild_layout(own["layout"], rest, self.keys, self.values)
+        if own["runs"]:
+            layout.states = SlotStates(self.states, [tuple(run) for run in own["runs"]], self.device)
+        tape = _new_tape(self.loaded, facts["records"])
+        self._compute(facts, tokens, positions, layout, tape)
+        if tape is not None:
+            self.compute.send(tape.recorded_routes, 0)
+
+    @torch.inference_mode()
+    def _give_own_logits(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        if len(rows := tensors[0].split(facts["counts"])[self.compute.index - 1]):
+            self.compute.send(self.loaded.logits(self._hidden[facts["number"]], rows), 0)
+
+    @torch.inference_mode()
+    def _give_columns(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        z = self.loaded.logits(self._hidden[facts["number"]], tensors[0])
+        self.compute.send(compared_columns(z), 0)
 
     @torch.inference_mode()
     def _give_logits(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
@@ -187,3 +227,8 @@ class EngineFollower:
     def _drop(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         self._stream, self._mine = None, {}
         self.receiver.drop_update()
+
+
+def _new_tape(loaded: LoadedModel, width: int | None) -> RoutingTape | None:
+    """As wide as the leader's; None: nothing is recorded."""
+    return None if width is None else loaded.routing_tape(longest=None if width else 0)

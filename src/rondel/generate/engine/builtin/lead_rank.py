@@ -12,12 +12,13 @@ from torch import Tensor
 from rondel.core.protocols import Tags
 from rondel.generate.engine.builtin.lock_step import LockStep
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
-from rondel.generate.engine.builtin.states import SequenceStates, StateMemory
+from rondel.generate.engine.builtin.states import StateMemory
 from rondel.models.layout_message import describe_layout
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
-    from rondel.generate.engine.builtin.pages import PageAllocator
+    from rondel.generate.engine.builtin.pages import EngineCaches
+    from rondel.generate.engine.builtin.runner import ModelRunner
     from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
     from rondel.models.cache_pools import LayerPools
     from rondel.models.loaded_model import LoadedModel
@@ -34,13 +35,24 @@ class RecordedStates(StateMemory):
         super().copy_slot(source, target)
         self.copies.append((source, target))
 
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Those that are to be told now."""
+        taken = [*self.copies]
+        self.copies.clear()
+        return taken
+
     def clear(self) -> None:
         super().clear()
         self.copies.clear()
 
 
 class LeadRank(LockStep):
-    """The first rank as its engine knows it."""
+    """The first rank as its engine knows it. `caches`: one in which every rank has its part of each request; or one a
+    rank, each of other requests. `runner`: what makes a step's passes, if it is no plain one.
+    """
+
+    caches = 1
+    runner: type[ModelRunner] | None = None
 
     def __init__(
         self,
@@ -65,26 +77,35 @@ class LeadRank(LockStep):
         loaded = self.part.loaded
         return self._model(**{f.name: getattr(loaded, f.name) for f in fields(loaded)}, lead=self)
 
-    def attach(self, pages: PageAllocator, states: SequenceStates | None) -> None:
+    def attach(self, caches: EngineCaches) -> None:
         """Followers keep pools of the same pages, and states of the same rows."""
-        self._cache, slots = pages.keys, 0
-        if states is not None:
-            slots = states.memory.slots
-            states.memory = RecordedStates(slots, self._copies)
+        self._cache = caches[0].pages.keys
+        slots = self.record_copies(caches)
         with self.together():
-            self.send("attach", pages=pages.keys.pages, slots=slots)
+            self.send("attach", pages=self._cache.pages, slots=slots)
+
+    def record_copies(self, caches: EngineCaches) -> int:
+        """Of recurrent states, for those who have them elsewhere. -> slots of each rank."""
+        if (states := caches[0].states) is None:
+            return 0
+        states.memory = RecordedStates(states.memory.slots, self._copies)
+        return states.memory.slots
 
     def send_pass(self, tokens: Tensor, positions: Tensor, layout: Any, **more: Any) -> int:
         """Announce one forward pass. -> its number."""
         header, tensors = describe_layout(layout)
-        facts: dict[str, Any] = {"layout": header, "copies": list(self._copies), "alive": list(self._passes), **more}
+        facts: dict[str, Any] = {"layout": header, "copies": list(self._copies), **more}
         self.prompt_rows = {number: self.prompt_rows[number] for number in self._passes if number in self.prompt_rows}
         self._copies.clear()
         facts["fresh"] = 0 if layout.keys is self._cache else layout.keys.pages
         if layout.states is not None:
             facts["runs"] = [list(run) for run in layout.states.runs]
+        return self.announce_pass("forward", tokens, positions, *tensors, **facts)
+
+    def announce_pass(self, do: str, *tensors: Tensor, **facts: Any) -> int:
+        """-> the number under which followers keep its hidden states."""
         self._number += 1
-        self.send("forward", tokens, positions, *tensors, number=self._number, **facts)
+        self.send(do, *tensors, number=self._number, alive=list(self._passes), **facts)
         return self._number
 
     def remember_pass(self, number: int, hidden: Tensor) -> None:

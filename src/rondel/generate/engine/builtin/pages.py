@@ -20,22 +20,35 @@ import numpy as np
 from torch import Tensor
 
 from rondel.core.errors import LawError
+from rondel.generate.engine.builtin.radix import RadixTree
 from rondel.models.cache_pools import LayerPools
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.builtin.radix import RadixTree
+    from collections import Counter
+
+    from rondel.generate.engine.builtin.radix import Root
     from rondel.generate.engine.builtin.request import SequenceState
     from rondel.generate.engine.builtin.states import SequenceStates
+
+CACHED = 0.75  # of a prompt: it is cached for the most part
 
 
 class PageAllocator:
     """The allocator and the memory behind it."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, *, ranks: int = 1, rank: int = 0) -> None:
+        """`ranks` that have a cache of `count` pages each, with numbers of their own: this is that of `rank`. Keys and
+        values lie where it is; routes of all are kept with the first one's.
+        """
+        self.count, self.ranks = count, ranks
         self.routes: np.ndarray | None = None  # [pages, L, K] experts that each cached token went to, and keys it chose
         self.keys, self.values = LayerPools(count + 1), LayerPools(count + 1)
-        self._free = list(range(count, 0, -1))
+        self._free = list(range((rank + 1) * count, rank * count, -1))
+
+    @property
+    def of_ranks(self) -> list[PageAllocator]:
+        """This one, the first, and new ones for the ranks beside it."""
+        return [self, *(PageAllocator(self.count, ranks=self.ranks, rank=rank) for rank in range(1, self.ranks))]
 
     @property
     def free_count(self) -> int:
@@ -55,7 +68,7 @@ class PageAllocator:
         the cache has one too.
         """
         if self.routes is None:
-            self.routes = np.zeros((self.count + 1, *routes.shape[1:]), np.uint16)
+            self.routes = np.zeros((self.ranks * self.count + 1, *routes.shape[1:]), np.uint16)
         self.routes[slots.cpu().numpy()] = routes.cpu().numpy()
 
     def release_memory(self) -> None:
@@ -65,15 +78,20 @@ class PageAllocator:
 
 
 class SequencePages:
-    """The pages of running requests."""
+    """The pages of running requests, in the cache of one rank."""
 
     def __init__(self, pages: PageAllocator, tree: RadixTree, states: SequenceStates | None) -> None:
         """`states`: of a model with recurrent layers."""
         self.pages, self.tree, self.states = pages, tree, states
 
+    @property
+    def in_use(self) -> int:
+        """Pages that somebody runs on."""
+        return self.pages.count - self.pages.free_count - self.tree.cached + self.tree.held
+
     def make_room(self, n: int) -> bool:
         """Whether n pages are free now: what nobody runs on is evicted for them, and nothing in vain."""
-        if self.pages.free_count + self.tree.cached - self.tree.held < n:
+        if self.pages.count - self.in_use < n:
             return False
         if self.pages.free_count < n:
             self.pages.free_pages(self.tree.evict(n - self.pages.free_count))
@@ -115,7 +133,6 @@ class SequencePages:
 
     def drop(self, live: SequenceState) -> None:
         """Its private pages are free; what it shares stays in the tree, for one user less."""
-        live.keep_routes(self.pages.routes)
         self.give_back_ahead(live)
         self.pages.free_pages(live.pages[live.shared :])
         self.tree.unlock(live.node)
@@ -133,3 +150,57 @@ class SequencePages:
             raise LawError(
                 f"{self.tree.held} cached pages are locked for {len(running)} running requests that share fewer"
             )
+
+
+class EngineCaches(list[SequencePages]):
+    """That of an engine, or of each of its ranks where these have requests of their own: the owner of a request is a place
+    in this list.
+    """
+
+    def __init__(self, pages: PageAllocator, states: SequenceStates | None) -> None:
+        kept = [states, *(states and states.another() for _ in range(1, pages.ranks))]
+        super().__init__(SequencePages(each, RadixTree(own), own) for each, own in zip(pages.of_ranks, kept))
+
+    @property
+    def page_counts(self) -> dict[str, int]:
+        """Pages that are free, that are cached, and in total."""
+        free, cached, total = (sum(n) for n in zip(*((c.pages.free_count, c.tree.cached, c.pages.count) for c in self)))
+        return {"free": free, "cached": cached, "total": total}
+
+    def prefix_lengths(self, root: Root, keys: list[int]) -> list[int]:
+        """How many of these tokens each has."""
+        return [cache.tree.cached_prefix_length(root, keys) for cache in self]
+
+    def owners_for(self, live: SequenceState, root: Root, run: Counter[int], limit: int) -> list[int]:
+        """The owners that a request could get, in the order in which they are asked: where its prompt is cached for the
+        most part, as that of siblings is, unless more `run` there than its share of `limit`; then where the pages that
+        others run on and the tokens of it that are still to be computed are fewest.
+        """
+        if len(self) == 1:
+            return [0]
+        keys = live.cache_keys[: live.computable_tokens - 1]
+        cached = self.prefix_lengths(root, keys)
+
+        def order(owner: int) -> tuple[bool, int]:
+            stays = cached[owner] >= CACHED * len(keys) and run[owner] < limit / len(self)
+            return not stays, self[owner].in_use - cached[owner]
+
+        return sorted(range(len(self)), key=order)
+
+    def free_stale(self, version: int) -> None:
+        """What nobody can match under this version, and nobody runs on."""
+        for cache in self:
+            cache.pages.free_pages(cache.tree.free_stale_nodes(version))
+
+    def evict_all(self) -> None:
+        for cache in self:
+            cache.pages.free_pages(cache.tree.evict(cache.pages.count))
+            if cache.states is not None:
+                cache.states.drop_copies()
+
+    def check_sums(self, running: list[SequenceState]) -> None:
+        """Law 7, of each."""
+        for owner, cache in enumerate(self):
+            cache.check_sum([live for live in running if live.owner == owner])
+            if cache.states is not None:
+                cache.states.check_slots()

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from rondel.core.errors import ConfigError, EngineError
 from rondel.generate.engine.builtin.lead_rank import LeadRank
-from rondel.generate.engine.builtin.pages import PageAllocator
+from rondel.generate.engine.builtin.pages import EngineCaches
 from rondel.generate.engine.builtin.shared_pools import PoolShapes, SharedPools
-from rondel.generate.engine.builtin.states import SequenceStates
 from rondel.models.cache_pools import LayerPools
 from rondel.models.image_features import VisionFeatures
 from rondel.models.load_check import PARITY
@@ -33,9 +32,9 @@ PREFILL = 1  # the rank that computes prompts
 class PrefillLead(LeadRank):
     """The rank that decodes."""
 
-    def attach(self, pages: PageAllocator, states: SequenceStates | None) -> None:
+    def attach(self, caches: EngineCaches) -> None:
         """The cache moves into memory that both processes map."""
-        loaded = self.part.loaded
+        loaded, pages, states = self.part.loaded, caches[0].pages, caches[0].states
         for found, what in (
             (states is not None, f"recurrent states of '{loaded.name}' are not shared between processes"),
             (loaded.device.type != "cpu", "memory of a GPU is not shared between processes yet"),
@@ -114,8 +113,7 @@ class SplitModel(LoadedModel):
                 routes = [] if own is None else [own.recorded_routes]
             theirs = self.lead.wait_for_prefill(c, tape)
             if tape is not None and theirs is not None:
-                joined = torch.cat([theirs, *routes])
-                tape.rows = [joined[:, layer] for layer in range(tape.layers)]
+                tape.restore_records(torch.cat([theirs, *routes]))
             self.lead.remember_pass(number, hidden)
             self.lead.prompt_rows[number] = c
         return hidden

@@ -39,6 +39,14 @@ class CommandChannel:
         facts = json.loads(bytes(packed[:length].tolist()))
         return facts, unpack_message(packed, length, facts["shapes"], device)
 
+    def send_own(self, tensors: list[Tensor], to: int) -> None:
+        """int64 tensors for one rank alone, behind a command that told it their shapes."""
+        self.ranks.send(torch.cat([x.reshape(-1).cpu() for x in tensors]), to)
+
+    def receive_own(self, shapes: list[list[int]], device: torch.device) -> list[Tensor]:
+        words = torch.empty(sum(torch.Size(shape).numel() for shape in shapes), dtype=torch.int64)
+        return unpack_message(self.ranks.receive(words, 0), 0, shapes, device)
+
     def report(self, fault: str) -> list[str]:
         """What failed on each rank, "" where nothing did; told to the first one."""
         said = torch.zeros(WORDS, dtype=torch.uint8)

@@ -43,6 +43,7 @@ class SequenceState:
     ahead: list[int] = field(default_factory=list)
     shared: int = 0
     node: RadixNode | None = None
+    owner: int = 0  # the rank whose cache holds it, since it ran last
     root: Root | None = None  # the namespace its pages were computed under; None once they mix versions
     row: int = -1  # its line in the page table while it runs
     noted: int = 0  # how many of its pages stand in that line

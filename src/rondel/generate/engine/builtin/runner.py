@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -243,10 +243,7 @@ class ModelRunner:
         newest = 1 if after is None else 0  # the place of a token that is not read is behind what has a page
         single += [TokenFeed(live, live.computed_tokens - newest, 1 + len(live.guess)) for live in plan.decoding]
         unread = None if after is None else after.tokens_of(plan.decoding)
-        ids, at, layout, ends = self.pack_feeds(chunks, single, self.pages.keys, self.pages.values, unread)
-        if self.states is not None:
-            runs = [(end - f.n, f.n, f.live.row, f.first == 0) for f, end in zip([*chunks, *single], ends)]
-            layout.states = SlotStates(self.states.memory, runs, self.device)
+        ids, at, layout, ends = self.pack_step(chunks, single, unread)
         last = [
             (f.live, end - len(f.live.guess) - 1)
             for f, end in zip([*chunks, *single], ends)
@@ -285,6 +282,16 @@ class ModelRunner:
             if self._adapted is None
             else self._adapted.add_to_logits(self.loaded.head.scale, hidden, rows, logits)
         )
+
+    def pack_step(
+        self, chunks: list[TokenFeed], single: list[TokenFeed], unread: Tensor | None
+    ) -> tuple[Tensor, Tensor, Any, list[int]]:
+        """A step's tokens, positions and layout over the cache, and in which row each feed ends."""
+        ids, at, layout, ends = self.pack_feeds(chunks, single, self.pages.keys, self.pages.values, unread)
+        if self.states is not None:
+            runs = [(end - f.n, f.n, f.live.row, f.first == 0) for f, end in zip([*chunks, *single], ends)]
+            layout.states = SlotStates(self.states.memory, runs, self.device)
+        return ids, at, layout, ends
 
     def pack_feeds(
         self,

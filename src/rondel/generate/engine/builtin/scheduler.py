@@ -8,13 +8,13 @@ waiting ──admit──> prefilling ──last chunk──> decoding ──don
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from itertools import islice, takewhile
 from math import inf
 
 from rondel.core.errors import LawError
-from rondel.generate.engine.builtin.pages import PageAllocator, SequencePages
-from rondel.generate.engine.builtin.radix import RadixTree, Root
+from rondel.generate.engine.builtin.pages import CACHED, EngineCaches, PageAllocator
+from rondel.generate.engine.builtin.radix import Root
 from rondel.generate.engine.builtin.replay_gate import ReplayGate
 from rondel.generate.engine.builtin.request import SequenceState, StepPlan
 from rondel.generate.engine.builtin.states import SequenceStates
@@ -22,7 +22,6 @@ from rondel.generate.engine.builtin.states import SequenceStates
 # waiting requests among which the one with the longest cached prefix goes first; how many may be admitted before one
 # that came earlier
 LOOKED, OVERTAKEN = 32, 16
-CACHED = 0.75  # of a prompt: little is left to compute, so it goes before those with longer prefixes of longer prompts
 AHEAD = 16  # decode tokens for which room is wanted before another prompt is admitted
 
 
@@ -31,8 +30,8 @@ class Scheduler:
         self, pages: PageAllocator, *, max_running: int, prefill_tokens: int, states: SequenceStates | None = None
     ) -> None:
         """`states`: of a model with recurrent layers."""
-        self.pages, self.states, self.tree = pages, states, RadixTree(states)
-        self.sequence_pages = SequencePages(pages, self.tree, states)
+        self.pages, self.states = pages, states
+        self.caches = EngineCaches(pages, states)
         self.max_running, self.prefill_tokens = max_running, prefill_tokens
         self.limit = max_running  # of those, how many may run now
         self.waiting: deque[SequenceState] = deque()
@@ -72,7 +71,8 @@ class Scheduler:
         """Reserve pages for one step. `fresh` False admits only requests that have written
         something: the engine is being drained.
         """
-        decoding = self._room_to_decode(version)
+        decoding = [live for owner in range(len(self.caches)) for live in self._room_to_decode(owner, version)]
+        decode, run = (Counter(live.owner for live in of) for of in (decoding, self.running))
         budget = self.prefill_tokens
         chunks: list[tuple[SequenceState, int]] = []
         # those interrupted in the middle of their prompt; the decoding ones have nothing pending any more
@@ -80,7 +80,7 @@ class Scheduler:
             left = 0 if live.stands_still(version) else self._chunk_end(live, live.computed_tokens)
             left = max(0, left - live.computed_tokens)
             n = live.chunk_size(live.computed_tokens, min(budget, left))
-            if n and self.sequence_pages.reserve(live, n):
+            if n and self.caches[live.owner].reserve(live, n):
                 chunks.append((live, n))
                 budget = max(0, budget - n)
         leaders = [r for r in self.running if r.leads_prefill and not r.stands_still(version)]
@@ -91,13 +91,19 @@ class Scheduler:
             if not (fresh or live.written) or live.stands_still(version):
                 continue
             ahead_of_it = [other for other in leaders if other.root == root]
-            cached = self.tree.cached_prefix_length(root, live.cache_keys) if ahead_of_it else 0
-            if any(self._will_share_prompt(live, other, cached) for other in ahead_of_it):
+            cached = {other.owner: 0 for other in ahead_of_it}
+            for owner in cached:
+                cached[owner] = self.caches[owner].tree.cached_prefix_length(root, live.cache_keys)
+            if any(self._will_share_prompt(live, other, cached[other.owner]) for other in ahead_of_it):
                 # in-batch sharing: a running request is about to finish the prefix that this one would compute
                 continue
-            n = self._admit_sequence(live, root, budget, ahead=AHEAD * (len(decoding) + 1) if self.running else 0)
-            if not n:
+            for owner in self.caches.owners_for(live, root, run, self.limit):
+                ahead = AHEAD * (decode[owner] + 1) if run[owner] else 0
+                if n := self._admit_sequence(live, owner, root, budget, ahead=ahead):
+                    break
+            else:
                 break
+            run[live.owner] += 1
             chunks.append((live, n))
             budget = max(0, budget - n)
             if live.leads_prefill:
@@ -106,7 +112,7 @@ class Scheduler:
 
     def _waiting_order(self, version: int, budget: int) -> list[SequenceState]:
         """Those that wait, the longest cached prefix first (arXiv:2312.07104), equal ones in the order of arrival: what
-        is cached is used before it is evicted. Before them those whose prompt is cached for the most part.
+        is cached is used before it is evicted. Before them those whose prompt is cached for the most part: little of it is left to compute.
 
         Retracted requests, recorded ones, and one that was overtaken `OVERTAKEN` times are
         overtaken by nobody, so nobody waits for ever.
@@ -118,31 +124,32 @@ class Scheduler:
             if live.written or live.request.lines is not None or live.overtaken >= OVERTAKEN:
                 return True, inf
             keys = live.cache_keys[: live.computable_tokens - 1]
-            n = self.tree.cached_prefix_length((version, live.request.adapter, live.request.namespace), keys)
+            root = (version, live.request.adapter, live.request.namespace)
+            n = max(self.caches.prefix_lengths(root, keys))
             return n >= CACHED * len(keys), n
 
         looked = sorted(islice(self.waiting, LOOKED), key=cached_prefix, reverse=True)
         return [*looked, *islice(self.waiting, LOOKED, None)]
 
-    def _admit_sequence(self, live: SequenceState, root: Root, budget: int, *, ahead: int) -> int:
-        """Match, lock, reserve. -> how many of its tokens this step computes, 0 if there is
+    def _admit_sequence(self, live: SequenceState, owner: int, root: Root, budget: int, *, ahead: int) -> int:
+        """Match, lock, reserve, in the cache of one rank. -> how many of its tokens this step computes, 0 if there is
         no room (then nothing has changed).
         """
-        reach = live.computable_tokens
-        node, known = self.tree.match_reusable(root, live.cache_keys[: reach - 1])  # the last token must be fed
+        cache, reach = self.caches[owner], live.computable_tokens
+        node, known = cache.tree.match_reusable(root, live.cache_keys[: reach - 1])  # the last token must be fed
         n = live.chunk_size(len(known), min(budget, self._chunk_end(live, len(known)) - len(known)))
-        self.tree.lock(node)
-        if not self.sequence_pages.make_room(n + ahead):
-            self.tree.unlock(node)
+        cache.tree.lock(node)
+        if not cache.make_room(n + ahead):
+            cache.tree.unlock(node)
             return 0
         for earlier in takewhile(lambda other: other is not live, self.waiting):
             earlier.overtaken += 1
         self.waiting.remove(live)
         self.running.append(live)
         live.root, live.node, live.shared, live.row = root, node, len(known), self._rows.pop()
-        live.pages = known + self.pages.allocate_pages(n)
-        if self.states is not None and known:
-            self.states.restore(node, live.row)
+        live.owner, live.pages = owner, known + cache.pages.allocate_pages(n)
+        if cache.states is not None and known:
+            cache.states.restore(node, live.row)
         live.cached = max(live.cached, live.shared)
         self.reused += live.shared
         return n
@@ -170,18 +177,20 @@ class Scheduler:
             and live.cache_keys[:n] == other.cache_keys[:n]
         )
 
-    def _room_to_decode(self, version: int) -> list[SequenceState]:
-        """One page for each decoding request; retract those with the fewest written tokens
+    def _room_to_decode(self, owner: int, version: int) -> list[SequenceState]:
+        """One page for each decoding request of a rank; retract those with the fewest written tokens
         (then the longest prompts) until it fits.
         """
+        cache = self.caches[owner]
         while True:
-            decoding = [r for r in self.running if r.pending_tokens == 1 and r.written and not r.stands_still(version)]
-            if self.sequence_pages.make_room(len(decoding)):
+            own = [r for r in self.running if r.owner == owner]
+            decoding = [r for r in own if r.pending_tokens == 1 and r.written and not r.stands_still(version)]
+            if cache.make_room(len(decoding)):
                 for live in decoding:
-                    self.sequence_pages.reserve(live, 1)
+                    cache.reserve(live, 1)
                 return decoding
-            victim = min(self.running, key=lambda r: (r.written, -r.prompt))
-            if len(self.running) == 1:
+            victim = min(own, key=lambda r: (r.written, -r.prompt))
+            if len(own) == 1:
                 raise LawError(
                     f"{self.pages.count} pages cannot hold one request of {len(victim.tokens)} tokens; it should have "
                     f"been refused"
@@ -202,15 +211,15 @@ class Scheduler:
             self.prefilled += n
             if self.states is not None:
                 if live.computed_tokens == live.prompt - 1:
-                    self.sequence_pages.store_prefix(live, live.computed_tokens)
+                    self.caches[live.owner].store_prefix(live, live.computed_tokens)
             elif live.computed_tokens >= live.prompt:
-                self.sequence_pages.store_prefix(live, live.prompt)
+                self.caches[live.owner].store_prefix(live, live.prompt)
         self.decoded += sum(1 + len(live.guess) for live in plan.decoding)
 
     def roll_back(self, plan: StepPlan) -> None:
         """After delivery: the pages of guesses that did not come true are free again."""
         for live in plan.decoding:
-            self.sequence_pages.give_back_ahead(live)
+            self.caches[live.owner].give_back_ahead(live)
 
     def release_sequence(self, live: SequenceState, version: int) -> None:
         """A finished or aborted request leaves: its context goes to the tree if it is clean, else
@@ -218,10 +227,10 @@ class Scheduler:
         """
         if live in self.running:
             if live.root is not None and live.root[0] == version:
-                self.sequence_pages.store_prefix(live, live.computed_tokens)
+                self.caches[live.owner].store_prefix(live, live.computed_tokens)
             self._free_row(live)
             self.running.remove(live)
-            self.pages.free_pages(self.tree.free_stale_nodes(version))
+            self.caches.free_stale(version)
         elif live in self.waiting:
             self.waiting.remove(live)
 
@@ -233,7 +242,8 @@ class Scheduler:
         self.waiting.appendleft(live)
 
     def _free_row(self, live: SequenceState) -> None:
-        self.sequence_pages.drop(live)
+        live.keep_routes(self.pages.routes)
+        self.caches[live.owner].drop(live)
         self._rows.append(live.row)
         live.row = -1
 
@@ -245,18 +255,14 @@ class Scheduler:
             live.root = None
             live.append_version_span(before)
         self.follow_lines(version)
-        self.pages.free_pages(self.tree.free_stale_nodes(version))
+        self.caches.free_stale(version)
 
     def drop_cache(self, version: int) -> None:
         """All keys and values are gone: running requests go back to the queue, the tree empties."""
         for live in list(reversed(self.running)):
             self.retract_sequence(live, version)
-        self.pages.free_pages(self.tree.evict(self.pages.count))
-        if self.states is not None:
-            self.states.drop_copies()
+        self.caches.evict_all()
 
     def check_invariants(self) -> None:
         """Law 7: every page is free, cached or private; a path is locked only for a running request."""
-        self.sequence_pages.check_sum(self.running)
-        if self.states is not None:
-            self.states.check_slots()
+        self.caches.check_sums(self.running)

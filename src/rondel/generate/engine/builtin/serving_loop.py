@@ -118,7 +118,7 @@ class ServingLoop(StepTask):
         if begun is None and not plan.tokens:
             raise LawError(
                 f"a step without tokens: {len(scheduler.running)} requests run, {len(scheduler.waiting)} wait, "
-                f"{scheduler.pages.free_count} pages are free"
+                f"{scheduler.caches.page_counts['free']} pages are free"
             )
         if self.speculation is not None:
             self.speculation.propose_drafts(plan, scheduler)

@@ -146,7 +146,7 @@ class SpeculativeDecoder:
             return
         k = self.pays.k if self.always else self.pays.choose_draft_length(len(plan.decoding), len(guesses))
         for live, most, guess in guesses:
-            n = scheduler.sequence_pages.reserve_ahead(live, min(k, most))
+            n = scheduler.caches[live.owner].reserve_ahead(live, min(k, most))
             live.guess = guess[:n]
 
     def record_step(self, plan: StepPlan, drawn: list[tuple[SequenceState, int, float]], seconds: float) -> None:

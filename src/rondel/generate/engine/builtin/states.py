@@ -67,6 +67,7 @@ class SequenceStates:
     """Which slot is whose, and which copies are still to be made."""
 
     def __init__(self, rows: int) -> None:
+        self.rows = rows
         self.count = state_slots(rows) - rows
         each = self.count // 2
         self.memory = StateMemory(rows + self.count)
@@ -75,6 +76,10 @@ class SequenceStates:
             is_prompt: list(range(rows + at, rows + at + each)) for is_prompt, at in ((True, 0), (False, each))
         }
         self._copies: list[tuple[int, int]] = []
+
+    def another(self) -> SequenceStates:
+        """For as many sequences of another rank."""
+        return SequenceStates(self.rows)
 
     @property
     def held(self) -> int:

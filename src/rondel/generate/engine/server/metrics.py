@@ -62,11 +62,11 @@ class CacheMetrics(ServerMetrics):
     def collect(self) -> Iterator[Any]:
         yield from super().collect()
         engine = self.service.engine
-        s, pages = engine.scheduler, engine.pages
+        s = engine.scheduler
         yield GaugeMetricFamily("rondel_running", "Answers in the batch", len(s.running))
         yield GaugeMetricFamily("rondel_waiting", "Answers that wait for room in the batch", len(s.waiting))
         by = GaugeMetricFamily("rondel_pages", "Cache pages, one token each", labels=["kind"])
-        for kind, n in (("free", pages.free_count), ("cached", s.tree.cached), ("total", pages.count)):
+        for kind, n in s.caches.page_counts.items():
             by.add_metric([kind], n)
         yield by
         work = CounterMetricFamily(
