@@ -259,6 +259,30 @@ def test_shared_hands_over_in_the_order_that_never_needs_room_for_both():
     asyncio.run(main())
 
 
+def test_on_a_cpu_the_cache_of_an_idle_engine_is_given_back_while_the_trainer_works():
+    """The update would empty it. A parked request keeps its own: it would compute its context again."""
+
+    async def main():
+        loaded, algo = model("llama"), row("grpo")
+        e, t = engine(loaded, kv_pages=64), crowded("float32", shared=loaded, algo=algo)
+        devices = SharedDevice(e, t)
+        first = (await e.generate(ask(prompt(0, 5), n=20))).tokens
+        lies = e.pages.keys.data_pointers
+        for is_parked in (False, True):
+            asked = asyncio.create_task(e.generate(ask(prompt(0, 5), n=20))) if is_parked else None
+            while is_parked and not (await e.status()).running:
+                await asyncio.sleep(0)
+            async with devices.parked():
+                async with devices.training():
+                    assert bool((await e.status()).memory["kv_cache"]) is is_parked
+                assert (await e.status()).state == ("held" if is_parked else "asleep")
+            assert (await e.status()).state == "serving"
+            assert (await asked if is_parked else await e.generate(ask(prompt(0, 5), n=20))).tokens == first
+        assert e.pages.keys.data_pointers == lies, "who holds the address of a pool notices nothing"
+
+    asyncio.run(main())
+
+
 def test_a_reward_model_on_the_same_device_is_gone_while_the_trainer_works():
     """Law 8 with a third: it has its memory in `generate` alone, and the account of every phase says so."""
 

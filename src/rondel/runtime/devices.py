@@ -157,6 +157,9 @@ class SharedDevice:
     ──> engine
 
     A reward model on the same device (`beside`) sleeps from the first arrow to the last.
+
+    On a CPU the cache of an engine without requests sleeps in any case: the update would empty it, and its memory
+    is given back and taken again page by page.
     """
 
     in_turn = True  # whoever has the devices, the other one stands still
@@ -180,6 +183,7 @@ class SharedDevice:
         self.offload = offload
         self.device = device
         self.beside = beside
+        self._cache_sleeps = False
         self._seen = Resident({}, {})
 
     @asynccontextmanager
@@ -195,15 +199,18 @@ class SharedDevice:
             await self.beside.wake()
         seen, self._seen = self._seen, Resident({}, {})
         emit(seen)
-        if self.offload:
+        if self._cache_sleeps:
             await self.engine.wake(("kv_cache",))
+            self._cache_sleeps = False
         await self.engine.resume()
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """Inside `parked`: what the trainer keeps is on the device, with `offload` in the place of the cache."""
-        if self.offload:
+        self._cache_sleeps = self.offload or (self.device == "cpu" and not (await self.engine.status()).parked)
+        if self._cache_sleeps:
             await self.engine.sleep(("kv_cache",))
+        if self.offload:
             await self.trainer.wake(("optimizer",))
         yield
         await self._record_memory("train")

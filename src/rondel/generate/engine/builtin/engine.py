@@ -302,7 +302,8 @@ class BuiltinEngine:
                 self.runner.draft.release_memory()
             if self.claim is not None:
                 self.claim.leave("engine")
-        await self.serving.run(self.resting.sleep, tags)
+        if beside := tuple(tag for tag in tags if tag != "kv_cache"):
+            await self.serving.run(self.resting.sleep, beside)
         self.lifecycle.asleep.update(tags)
         self.serving.update_account()
 
@@ -310,7 +311,8 @@ class BuiltinEngine:
         """Awake when every tag is back."""
         if "kv_cache" in tags and self.claim is not None:
             self.claim.take("engine")
-        await self.serving.run(self.resting.wake, tags)
+        if beside := tuple(tag for tag in tags if tag != "kv_cache"):
+            await self.serving.run(self.resting.wake, beside)
         self.lifecycle.asleep.difference_update(tags)
         self.serving.wake_up()
 
