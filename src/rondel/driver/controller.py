@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -58,6 +57,7 @@ from rondel.runtime.telemetry.sinks import open_sinks, sink_tables, traces_addre
 from rondel.runtime.termination import GracefulStop
 from rondel.system.files import make_folder, replace_file
 from rondel.system.folder_lock import lock_folder
+from rondel.system.running_time import run_loop
 from rondel.train.checkpoint import Checkpoints
 
 RESTARTS = 3  # of a run that lost a rank of its trainer
@@ -148,7 +148,7 @@ def _run_training(
             emit(Resumed(0, 0, ""))
         for restarts in itertools.count(1):
             try:
-                asyncio.run(run.run_phases(found))
+                run_loop(run.run_phases(found))
                 return write_card(folder)
             except BaseException as error:
                 if ran_out(error):

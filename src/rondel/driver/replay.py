@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from rondel.runtime.journal import store
 from rondel.runtime.journal.log import read
 from rondel.runtime.journal.schedule import OrderReplayer
 from rondel.system.files import checkpoints_in
+from rondel.system.running_time import run_loop
 from rondel.train.checkpoint import find_flaw
 
 CLOCK = ("timings",)  # columns of a stored rollout that a replay has of its own
@@ -38,7 +38,7 @@ def replay(folder: str | Path, step: int) -> dict[str, float]:
         )
     parts = build(job.on_one_device())
     try:
-        return asyncio.run(_replay_step(parts, folder, start, step, path))
+        return run_loop(_replay_step(parts, folder, start, step, path))
     finally:
         parts.close()
 
