@@ -32,7 +32,7 @@ from rondel.algos.table import SFT
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process, stay_alive
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment, no_lost_replica
-from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
+from rondel.assemble.refusals import refuse_offloaded_reward, refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote_workers import MOMENT, RemoteEngine, RemoteTrainer, WorkerRole
 from rondel.assemble.worker_devices import cores_per_worker, device_names, format_threads, usable_cores, warn_if_crowded
 from rondel.assemble.workers import (
@@ -248,11 +248,8 @@ def deploy_job(
     reward: Any = None,
 ) -> Deployment:
     """The parts of a run; of several policies each as if it were alone, and then joined (those on one base: one_base.py)."""
-    if reward is not None and (not job.place.one_module or job.policies):
-        raise ConfigError(
-            "task.reward: offload = true is for one policy with place.kind = 'shared' and one rank, whose trainer "
-            "wants the reward model's device: leave it out, and give it a device of its own"
-        )
+    if reward is not None:
+        refuse_offloaded_reward(job)
     if not job.policies:
         return deploy_plan(DeploymentPlan(job, needs, sampling, longest, folder, reward=reward))
     frozen = {name for name, policy in job.policies.items() if policy.frozen}
