@@ -307,7 +307,7 @@ def _deploy_shared(plan: DeploymentPlan) -> Deployment:
     # quantised rollouts have a module of their own
     served = loaded if job.model.rollout_format == "none" else device.call(served_policy_of, job, plan.device)
     known, speculation, transport = (
-        ModelInfo.from_model(loaded),
+        ModelInfo.from_model(loaded, device.threads),
         device.call(speculation_of, job, plan.device),
         plan.new_transport(),
     )
@@ -504,7 +504,7 @@ def _alone_here(plan: DeploymentPlan) -> Deployment:
         plan.ends.callback(device.close)
     loaded = device.call(served_policy_of, plan.job, device.name)
     speculation = device.call(speculation_of, plan.job, device.name)
-    known = ModelInfo.from_model(loaded)
+    known = ModelInfo.from_model(loaded, device.threads)
     engine, resolved = engine_of(plan.job, loaded, device, plan.longest(known), speculation, transports={})
     return Deployment(
         known, engine, None, SplitDevices(), resolved, f"an engine on {device.name}", 0, plan.new_transport()

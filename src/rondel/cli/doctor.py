@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 import rondel
+from rondel.cli.doctor_kernels import kernel_rows
 from rondel.core.errors import ConfigError, SandboxError
 
 MINIMUM = {"torch": (2, 11), "transformers": (5, 17)}
@@ -239,6 +240,7 @@ def _check_device() -> Iterator[DoctorCheck]:
         )
     else:
         yield DoctorCheck("devices", "ok", ", ".join(devices) or f"cpu with {torch.get_num_threads()} threads")
+    yield from (DoctorCheck(*row) for row in kernel_rows(on_gpu=bool(devices)))
     device = "cuda" if devices else "cpu"
     single, half = (_measure_gemm(torch, device, dtype) for dtype in (torch.float32, torch.bfloat16))
     slow = half < single
