@@ -185,7 +185,7 @@ def forward_flops(shape: ModelShape, context: float) -> float:
 
 def recomputed_flops(shape: ModelShape, context: float, recompute: str) -> float:
     """Of a token, a second time in the backward pass: its forward pass, or three products of the feed-forward parts."""
-    parts = {"none": 0.0, "mlp": 2 * 3 * shape.hidden * shape.feed_forward_size / 4}
+    parts = {"none": 0.0, "mlp": 2 * 3 * shape.hidden * 3 * shape.gated_size / 4}
     return parts[recompute] if recompute in parts else forward_flops(shape, context)
 
 

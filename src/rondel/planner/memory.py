@@ -344,9 +344,10 @@ def activation_bytes(setting: Workload, tokens: float) -> float:
     written.append(setting.prompts * setting.prompt**2 * (setting.prompt < SHORT))
     keys = sum(written) / setting.packed_tokens  # whose scores a token keeps
     if setting.hardware.on_gpu or tokens * s.heads * keys > DENSE * max(1.0, tokens / long):
-        return s.activation_bytes(setting.width)
+        return s.activation_bytes(setting.width, megatron=setting.megatron)
     spread = (setting.samples * long + setting.prompts * setting.prompt) / setting.packed_tokens
-    return s.saved_dense(setting.width, keys, spread, widened=setting.packed_width > setting.width)
+    written_out = s.saved_dense(setting.width, keys, spread, widened=setting.packed_width > setting.width)
+    return written_out + (s.megatron_bytes(setting.width) if setting.megatron else 0)
 
 
 def packed_bytes(setting: Workload, *, training: bool) -> float:
