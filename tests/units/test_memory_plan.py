@@ -12,6 +12,7 @@ from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 from rondel.formats import FORMATS, format_of
 from rondel.planner import cost, memory, resolve, workload
+from rondel.planner.activations import activation_bytes, megatron_bytes
 from rondel.planner.advice import bill_sentences, least_room, rank_changes
 from rondel.planner.hardware import GB, find_hardware
 from rondel.planner.memory import (
@@ -269,11 +270,11 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width, family, laye
         packed_width=4 if is_widened(loaded.dtype) else width,
         megatron=layers == "megatron",
     )
-    assert held / total == pytest.approx(memory.activation_bytes(setting, total), rel=0.1)
+    assert held / total == pytest.approx(memory.layer_bytes(setting, total), rel=0.1)
     assert (
-        memory.activation_bytes(replace(setting, hardware=find_hardware("h100")), total)
-        == s.activation_bytes(width, megatron=setting.megatron)
-        < memory.activation_bytes(setting, total)
+        memory.layer_bytes(replace(setting, hardware=find_hardware("h100")), total)
+        == activation_bytes(s, width, megatron=setting.megatron)
+        < memory.layer_bytes(setting, total)
     )
 
 
@@ -287,7 +288,7 @@ def test_a_recipe_with_the_layers_of_megatron_is_planned_with_theirs():
     more = (
         memory.trainer_memory(megatron)["activations"]["train"] - memory.trainer_memory(plain)["activations"]["train"]
     )
-    assert more == megatron.shape.megatron_bytes(4) * memory.micro_batch_tokens(megatron) > 0
+    assert more == megatron_bytes(megatron.shape, 4) * memory.micro_batch_tokens(megatron) > 0
     assert what_if(["megatron=yes"], plain) == replace(plain, megatron=True)
 
 

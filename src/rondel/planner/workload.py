@@ -237,19 +237,11 @@ def of_job(job: Job, device: str = "") -> Workload:
         gpus=job.place.ranks + job.place.engine_count * job.place.engine_processes if split else 1,
         tensor=job.place.engine_tp if split else 1,
         policies=others,
-        place=job.place.kind,
         trainers=job.place.ranks if split else 0,
-        prompts=job.loop.groups_per_step,
-        group=job.algo.group_size,
         prompt=prompt,
         output=output,
         mean=max(1, output / 2),
         micro=planned_micro(job, where, model, prompt + job.algo.group_size * output),
-        running=job.engine.max_running,
-        staleness=job.loop.max_staleness,
-        in_flight=job.loop.in_flight,
-        updates=job.loop.updates_per_step,
-        epochs=job.loop.epochs,
         width=width,
         packed_width=width if not on_cpu or (_has_bf16() and not half) else 4,
         rank=adapter.rank if adapter.kind != "off" else 0,
@@ -259,7 +251,6 @@ def of_job(job: Job, device: str = "") -> Workload:
         engine_holds_codes=job.model.engine_holds_codes,
         targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
         offload=job.trainer.memory.offload,
-        recompute=job.trainer.memory.recompute,
         megatron=job.place.mesh.layers == "megatron",
         activations=job.trainer.memory.activations,
         host_optimizer=job.trainer.memory.optimizer == "host",
@@ -278,11 +269,27 @@ def of_job(job: Job, device: str = "") -> Workload:
         pages=0 if job.engine.kv_pages == "auto" else int(job.engine.kv_pages),
         replays=job.trainer.routing_replay is not False,
         prefill=job.engine.prefill_tokens,
-        sync=job.sync.kind,
         image=image,
         tower=job.model.vision.tower == "trained",
         assumed=tuple(assumed),
+        **loop_fields(job),
     )
+
+
+def loop_fields(job: Job) -> dict[str, Any]:
+    """What a recipe says of its loop, as the fields of a Workload or a FlowWorkload."""
+    return {
+        "place": job.place.kind,
+        "prompts": job.loop.groups_per_step,
+        "group": job.algo.group_size,
+        "running": job.engine.max_running,
+        "staleness": job.loop.max_staleness,
+        "in_flight": job.loop.in_flight,
+        "updates": job.loop.updates_per_step,
+        "epochs": job.loop.epochs,
+        "recompute": job.trainer.memory.recompute,
+        "sync": job.sync.kind,
+    }
 
 
 def planned_micro(job: Job, where: Hardware, model: ModelShape, group: int) -> int:
