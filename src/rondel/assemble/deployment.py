@@ -34,7 +34,7 @@ from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment, no_lost_replica
 from rondel.assemble.refusals import refuse_offloaded_reward, refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote_workers import MOMENT, RemoteEngine, RemoteTrainer, WorkerRole
-from rondel.assemble.worker_devices import cores_per_worker, device_names, format_threads, usable_cores, warn_if_crowded
+from rondel.assemble.worker_devices import cores_per_worker, device_names, format_threads, warn_if_crowded
 from rondel.assemble.workers import (
     ColocatedHost,
     EngineHost,
@@ -73,6 +73,7 @@ from rondel.runtime.devices import (
 )
 from rondel.sync import transport_of
 from rondel.sync.choice import WORTH, TransportChoice, measure_ways, order_ways
+from rondel.system.cpu_quota import usable_processors
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.multi_policy import FOLDER
 
@@ -343,7 +344,7 @@ def _deploy_colocated(plan: DeploymentPlan) -> Deployment:
     job, ranks = plan.job, plan.job.place.ranks
     names, on_cpu = plan.worker_devices(ranks), plan.device == "cpu"
     shares = cores_per_worker(ranks) if on_cpu else [()] * ranks
-    each = plan.threads or (max(1, len(usable_cores()) // ranks) if on_cpu else None)
+    each = plan.threads or (max(1, usable_processors() // ranks) if on_cpu else None)
     if on_cpu:
         warn_if_crowded(ranks, 0)  # an engine takes turns with its rank
     cluster = ProcessCluster(plan.folder / "logs" if plan.folder else None, patience=job.place.patience)
@@ -392,7 +393,7 @@ def _deploy_colocated(plan: DeploymentPlan) -> Deployment:
 
 
 def _split_here(plan: DeploymentPlan) -> Deployment:
-    each = plan.threads or max(1, len(usable_cores()) // (1 + plan.job.place.engine_processes))
+    each = plan.threads or max(1, usable_processors() // (1 + plan.job.place.engine_processes))
     own_count = plan.job.place.engine_processes
     first, *own = plan.worker_devices(1 + own_count)
     trainer = TrainerHost(plan.job, plan.needs, plan.sampling, first, each, plan.new_transport())
@@ -424,7 +425,7 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     on_cpu, names = plan.device == "cpu", plan.worker_devices(here + engines * n)
     in_all = plan.workers or workers
     shares: list[tuple[int, ...]] = cores_per_worker(in_all)[plan.before :] if on_cpu and not led else [()] * workers
-    each = plan.threads or (max(1, len(usable_cores()) // in_all) if on_cpu else None)
+    each = plan.threads or (max(1, usable_processors() // in_all) if on_cpu else None)
     if on_cpu and not led and not job.place.on_ray:
         warn_if_crowded(ranks, engines * n)
     cluster = plan.make_cluster(workers, each)
@@ -516,7 +517,7 @@ def _deploy_engine_worker(plan: DeploymentPlan) -> Deployment:
     cluster, [name] = plan.make_cluster(1, plan.threads), plan.worker_devices(1)
     plan.ends.callback(cluster.close)
     on_cpu = plan.device == "cpu"
-    each = plan.threads or (max(1, len(usable_cores()) // plan.workers) if on_cpu else None)
+    each = plan.threads or (max(1, usable_processors() // plan.workers) if on_cpu else None)
     [share, *_] = cores_per_worker(plan.workers)[plan.before :] if on_cpu else [()]
 
     def start_engine() -> Any:

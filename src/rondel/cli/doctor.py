@@ -20,6 +20,7 @@ import typer
 import rondel
 from rondel.cli.doctor_kernels import kernel_rows
 from rondel.core.errors import ConfigError, SandboxError
+from rondel.system.cpu_quota import find_cpu_quota, usable_processors
 
 MINIMUM = {"torch": (2, 11), "transformers": (5, 17)}
 NEEDED = ("safetensors", "pydantic", "numpy", "pyarrow", "tensorboard", "jinja2", "filelock", "tomli_w")
@@ -160,8 +161,8 @@ def _check_extras() -> Iterator[DoctorCheck]:
 
 
 def _machine_checks() -> Iterator[DoctorCheck]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield DoctorCheck("cores", "ok", f"{cores} usable")
+    quota, most = find_cpu_quota(), usable_processors()
+    yield DoctorCheck("cores", "ok", f"{most} usable" + (f" (a quota of {quota.processors:g})" if quota else ""))
     if (memory := _memory_gb()) is not None:
         total, free = memory
         small = free < 3

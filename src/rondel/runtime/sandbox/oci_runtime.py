@@ -27,6 +27,7 @@ from rondel.core.sandbox_types import BoxUsage, Limits
 from rondel.runtime.sandbox.external import ENV, FIRST, GO_BYTES, HOME, ContainerSandbox, KeptProcess
 from rondel.runtime.sandbox.image_store import root_of
 from rondel.runtime.sandbox.inside.groups import ROOT, make_group, remove_groups
+from rondel.runtime.sandbox.leftovers import paths_of_ended
 from rondel.runtime.sandbox.oci_seccomp import seccomp
 from rondel.runtime.sandbox.usage import count_kills, group_usage, is_hybrid, own_folders
 from rondel.runtime.sandbox.users import is_real_root, owner_of, random_user_id
@@ -139,14 +140,15 @@ def _end_container(kept: KeptProcess, tool: str, name: str) -> None:
             subprocess.run([tool, "delete", "--force", name], capture_output=True, timeout=30)
 
 
-def remove_old_bundles() -> None:
-    """Of controllers that were killed together with the shell beside their container."""
-    for one in Path(tempfile.gettempdir()).glob(f"{BUNDLES}*"):
-        pid = one.name.removeprefix(BUNDLES).partition("-")[0]
-        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
-            with suppress(OSError):
-                if time.time() - one.stat().st_mtime > SECONDS_OF_BUNDLE:
-                    shutil.rmtree(one, ignore_errors=True)
+def remove_old_bundles() -> list[Path]:
+    """Of controllers that were killed together with the shell beside their container. -> those that are gone now."""
+    removed = []
+    for one in paths_of_ended(Path(tempfile.gettempdir()), BUNDLES):
+        with suppress(OSError):
+            if time.time() - one.stat().st_mtime > SECONDS_OF_BUNDLE:
+                shutil.rmtree(one)
+                removed.append(one)
+    return removed
 
 
 def bundle_config(
