@@ -33,7 +33,7 @@ def make_engine_container(
 def find_container_tool(image: str, tool: str = "auto") -> str:
     """The program that makes boxes of this image; SandboxError with the remedy where it is not installed."""
     is_folder = Path(image).is_dir()
-    names = (tool,) if tool != "auto" else (*RUNTIMES, *ENGINES) if is_folder else ENGINES
+    names: tuple[str, ...] = (tool,) if tool != "auto" else (*RUNTIMES, *ENGINES) if is_folder else ENGINES
     if is_hybrid() and not is_real_root():
         names = tuple(name for name in names if name != "crun")
         if not names:
