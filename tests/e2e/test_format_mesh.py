@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kits.ranks import Rank, apart, end_alike
+from kits.runs import events, run
 from kits.sweeps import covering
 from kits.train import awkward_groups, batch, row
 from rondel.core.errors import ConfigError
@@ -74,6 +75,25 @@ def test_ranks_end_where_one_ends(ranks, tmp_path, mesh, kind, dtype):
 def test_a_block_that_ranks_would_share_is_refused_by_name(ranks, mesh, kind, said):
     with pytest.raises(ConfigError, match=said):
         ranks(mesh).make(kind)
+
+
+WIDE = {"model__path__hidden_size": 64, "model__path__num_attention_heads": 4, "model__path__num_key_value_heads": 2}
+OVER_TP = WIDE | {
+    "place__kind": "split",
+    "place__cluster": "process",
+    "place__mesh": {"tp": 2},
+    "loop__warmup__steps": 1,
+}
+
+
+@pytest.mark.slow
+def test_a_run_in_a_format_over_tp_computes_on_both_sides_with_the_same_weights(tmp_path):
+    """Rows of 32 numbers lie whole on two ranks of a small model; blocks of 128 do not, and are refused with the remedy."""
+    run(tmp_path / "int4", **OVER_TP, model__format="int4", loop__steps=1)
+    [*_, last] = events(tmp_path / "int4", "StepDone")
+    assert last["step"] == 2 and last["metrics"]["train/gap_max"] < 1e-4
+    with pytest.raises(ConfigError, match=r"blocks of 128 x 128.*take a format whose blocks lie in rows"):
+        run(tmp_path / "fp8", **OVER_TP, model__format="fp8", loop__steps=1)
 
 
 def test_which_parts_have_whole_blocks():

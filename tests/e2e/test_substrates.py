@@ -9,11 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+import rondel
 from kits.attack_table import INSIDE, attacked_host, attempt
 from kits.root_folder import make_root
 from kits.sandbox_attacks import ATTACKS
@@ -21,7 +23,7 @@ from rondel.core.errors import SandboxError
 from rondel.core.sandbox_types import Limits
 from rondel.core.types import Score, Task, Trajectory
 from rondel.generate.envs.python import python_tool
-from rondel.runtime.sandbox import oci_runtime
+from rondel.runtime.sandbox import container, oci_runtime
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.inside.filter import TABLE
 from rondel.runtime.sandbox.oci_runtime import bundle_config
@@ -124,6 +126,52 @@ def test_without_control_groups_memory_is_held_for_each_process_and_that_is_said
     monkeypatch.setattr(oci_runtime, "make_group", lambda name, limits: ({}, None))
     monkeypatch.setattr(sandbox, "_waiting", None, raising=False)
     assert describe(sandbox).endswith("memory is held for each process only")
+
+
+PLAIN = """
+import os, sys
+from pathlib import Path
+from rondel.core.sandbox_types import Limits
+from rondel.runtime.sandbox.oci_runtime import OciContainer
+box = OciContainer(sys.argv[1], Limits(), Path(sys.argv[2]))
+print(box.grouped, [box.run(["python3", "-c", f"print({n} * 7)"]).stdout for n in (6, 7)])
+box.kill()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("runc"), reason="only a root can become a plain user")
+def test_a_plain_user_without_a_run_folder_has_containers():
+    """runc keeps what it knows of a container in /run, where a user may write nothing."""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o777)
+        if make_root(Path(place, "root")) is None:
+            pytest.skip("needs Debian's python3 and dash")
+        os.chmod(Path(place, "root"), 0o755)
+        source = str(Path(rondel.__file__).parents[1])
+        done = subprocess.run(
+            ["/usr/bin/python3", "-B", "-c", PLAIN, shutil.which("runc"), f"{place}/root"],
+            env={"PYTHONPATH": source, "PATH": os.environ["PATH"], "TMPDIR": place},
+            user=65534, group=65534, extra_groups=[], capture_output=True, text=True, cwd="/", timeout=120,
+        )  # fmt: skip
+        assert done.stdout.endswith(" [b'42\\n', b'49\\n']\n"), done.stderr
+        assert not list(Path(place).glob("rondel-bundle-*/state/*")), "what runc knew is gone with the box"
+
+
+@pytest.mark.parametrize(("hybrid", "root", "tool", "takes"), [
+    (True, False, "auto", "runc"), (True, False, "runc", "runc"), (True, True, "auto", "crun"), (False, False, "auto", "crun"), (True, False, "crun", None),
+])  # fmt: skip
+def test_crun_is_not_for_a_plain_user_where_both_versions_of_control_groups_are(
+    monkeypatch, tmp_path, hybrid, root, tool, takes
+):
+    monkeypatch.setattr(container, "is_hybrid", lambda: hybrid)
+    monkeypatch.setattr(container, "is_real_root", lambda: root)
+    monkeypatch.setattr(container.shutil, "which", lambda name: f"/bin/{name}")
+    if takes is None:
+        with pytest.raises(SandboxError, match=r"only a root can hide one of them .* use tool = 'runc'"):
+            container.find_container_tool(str(tmp_path), tool)
+    else:
+        assert container.find_container_tool(str(tmp_path), tool) == f"/bin/{takes}"
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -95,17 +96,29 @@ def run(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def run_and_die(folder: Path, moment: tuple[str, int], what: signal.Signals = signal.SIGKILL, **changes: Any) -> int:
     """The same run in another process, which signals itself at the n-th event of a kind, or
-    the n-th fsync. -> -9 if it was killed.
+    the n-th fsync. -> -9 if it was killed. Fails with its traceback where it has one: its stderr is that of the server.
     """
-    child = context.Process(target=_child, args=(folder, moment, what, changes))
+    last_words = folder.parent / f"{folder.name}-traceback.txt"
+    child = context.Process(target=_child, args=(folder, moment, what, changes, last_words))
     child.start()
     child.join(120)
     assert child.exitcode is not None, "the child hangs"
+    assert not last_words.exists(), last_words.read_text()
     return child.exitcode
 
 
-def _child(folder: Path, moment: tuple[str, int], what: signal.Signals, changes: dict[str, Any]) -> None:
-    fork_nursery()
+def _child(
+    folder: Path, moment: tuple[str, int], what: signal.Signals, changes: dict[str, Any], last_words: Path
+) -> None:
+    try:
+        fork_nursery()
+        _run_until(folder, moment, what, changes)
+    except Exception:
+        last_words.write_text(traceback.format_exc())
+        raise
+
+
+def _run_until(folder: Path, moment: tuple[str, int], what: signal.Signals, changes: dict[str, Any]) -> None:
     kind, n = moment
     seen = 0
 

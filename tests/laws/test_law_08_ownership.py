@@ -26,6 +26,7 @@ from rondel.core.events import Resident, subscribe
 from rondel.core.types import Begin
 from rondel.models import names
 from rondel.runtime.devices import OneAtATime, SharedDevice
+from rondel.score.pool import RewardPool
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
@@ -319,13 +320,30 @@ def test_a_reward_model_on_the_same_device_is_gone_while_the_trainer_works():
 
 
 @pytest.mark.slow
-def test_several_ranks_and_devices_of_ones_own_are_refused_by_name(tmp_path):
+def test_several_ranks_and_devices_of_ones_own_are_refused_by_name(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"trainer\.memory\.offload = true has no effect on a device of its own"):
         run(tmp_path, trainer__memory__offload=True, place__kind="split")
+    refused = r"task\.reward: offload = true is for one policy with place.kind = 'shared'"
     saved(tmp_path / "reward")
     reward = {"kind": "model", "path": str(tmp_path / "reward"), "template": "{question}\n{answer}", "offload": True}
-    with pytest.raises(ConfigError, match=r"task\.reward: offload = true is for one policy with place.kind = 'shared'"):
-        run(tmp_path / "x", task__reward=reward, place__kind="split")
+    with monkeypatch.context() as patched:
+        patched.setattr(RewardPool, "__init__", lambda *_, **__: pytest.fail("the reward is loaded first"))
+        for number, whole in enumerate((reward, {"kind": "combine", "parts": {"model": reward, "number": "number"}})):
+            with pytest.raises(ConfigError, match=refused):
+                run(tmp_path / str(number), task__reward=whole, place__kind="split")
+    with pytest.raises(ConfigError, match=refused):
+        run(tmp_path / "own", task__reward={"kind": f"{__name__}:Nap"}, place__kind="split")
+
+
+class Nap:
+    """A reward of one's own that leaves its device to the trainer: known when it is built."""
+
+    naps, together, memory = True, 2, 0
+
+    def load_to_device(self) -> None: ...
+
+    async def __call__(self, trajectory, task) -> float:
+        return 0.0
 
 
 # -- whole runs --------------------------------------------------------------------------------------------

@@ -24,11 +24,13 @@ from kits.recordings import SPLIT, Straggler, again, record
 from kits.runs import FAST, RECIPE, balances, events, final, steps
 from kits.sweeps import covering
 from kits.train import awkward_groups, batch, bits, model, row, step, trainer
+from rondel.assemble.facts import warn_of_other_arithmetic
+from rondel.cli.replay import run as replay_command
 from rondel.core.errors import ConfigError
-from rondel.core.events import RunStarted, Warned, subscribe
+from rondel.core.events import RunStarted, StepDone, Warned, subscribe
 from rondel.driver import replay
-from rondel.driver.controller import warn_of_other_kernels
 from rondel.models.cpu_kernels import LOOPS, PLAIN_KERNELS, kernels_of
+from rondel.runtime.devices import default_threads
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import Journal
 from rondel.train.checkpoint import Checkpoints, find_flaw, load_trainer, save_trainer
@@ -61,20 +63,46 @@ def same_run(folder: Path, whole: Path) -> None:
             assert a == b
 
 
-def test_other_kernels_of_a_cpu_than_those_it_began_with_are_named(tmp_path, whole):
-    """Their last bits are others: a resume that changes them says so, and how to go on with the old ones."""
-    ours = events(whole, "RunStarted")[0]["facts"]["cpu_kernels"]
-    assert ours == kernels_of(torch.device("cpu"))
+def test_other_arithmetic_than_the_run_began_with_is_named(tmp_path, whole):
+    """Last bits are others: a run that goes on, or is replayed, with other kernels, torch or threads says so, and how to
+    take the old ones."""
+    ours = events(whole, "RunStarted")[0]["facts"]["arithmetic"]
+    assert ours["kernels"] == kernels_of(torch.device("cpu")) and ours["torch"] == torch.__version__
+    assert ours["threads"] == str(default_threads()) and {"instructions", "processor"} <= ours.keys()
+    plain = {"kernels": PLAIN_KERNELS, "torch": "2.14.0", "instructions": "AVX2", "threads": "2"}
+    journal = Journal(tmp_path)
+    for number, start in enumerate((plain | {"kernels": LOOPS}, plain | {"threads": "1", "torch": "2.13.0"}), 1):
+        journal.write(RunStarted(str(tmp_path), "h", {"arithmetic": start}))
+        journal.write(StepDone(number, number, {}, {}, {}))
+    journal.close()
     told: list[str] = []
     forget = subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
-    for name, facts in {"other": {"cpu_kernels": LOOPS}, "same": {"cpu_kernels": PLAIN_KERNELS}, "old": {}}.items():
-        journal = Journal(tmp_path / name)
-        journal.write(RunStarted(str(tmp_path / name), "h", facts))
-        journal.close()
-        warn_of_other_kernels(tmp_path / name, {"cpu_kernels": PLAIN_KERNELS})
+    warn_of_other_arithmetic("the run goes on", tmp_path, {"arithmetic": plain})
+    warn_of_other_arithmetic("step 1 is replayed", tmp_path, {"arithmetic": plain}, 1)
+    warn_of_other_arithmetic("it", tmp_path, {"arithmetic": plain | {"threads": "1", "torch": "2.13.0"}})
+    warn_of_other_arithmetic("it", tmp_path, {})
     forget()
-    assert len(told) == 1 and f"with {PLAIN_KERNELS}, and began with {LOOPS}" in told[0]
-    assert "RONDEL_CPU_KERNELS=1 in the environment" in told[0]
+    last, first = told
+    assert "the run goes on with other arithmetic (torch: 2.14.0, and was 2.13.0; threads: 2, and was 1)" in last
+    assert "OMP_NUM_THREADS=1 takes as many threads" in last and "KERNELS" not in last
+    assert f"step 1 is replayed with other arithmetic (kernels: {PLAIN_KERNELS}, and was {LOOPS})" in first
+    assert "RONDEL_CPU_KERNELS=1 in the environment" in first
+
+
+@pytest.mark.slow
+def test_a_replay_elsewhere_warns(tmp_path, whole, capsys):
+    """A run whose journal names another processor: a step of it, and the whole compared with itself."""
+    shutil.copytree(whole, tmp_path / "other")
+    journal = tmp_path / "other" / "journal.jsonl"
+    own = json.dumps(events(whole, "RunStarted")[0]["facts"]["arithmetic"]["processor"])
+    journal.write_text(journal.read_text().replace(own, '"Z80"'))
+    told = "warning: step 5 is replayed with other arithmetic (processor: "
+    for folder, warns in ((whole, False), (tmp_path / "other", True)):
+        replay_command(str(folder), step=5, as_json=True)
+        out, err = capsys.readouterr()
+        done = json.loads(out)
+        assert done["recorded"]["train/loss"] == done["replayed"]["train/loss"] and (told in err) == warns, err
+    assert replay.differences(tmp_path / "other", whole) == []
 
 
 @pytest.mark.slow

@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import rondel
 from kits.engine import ask, engine, idle, prompt, tiny
 from kits.remote import Trainer, made
 from kits.runs import context
@@ -38,8 +40,11 @@ from rondel.runtime.cluster.process import ProcessCluster, ProcessWorker
 from rondel.runtime.cluster.process_activity import ProcessActivity
 from rondel.runtime.cluster.progress import WorkerProgress
 from rondel.runtime.stacks import SIGNAL, StackDumper, format_thread_stacks
+from rondel.system.running_time import RunningClock
 from rondel.system.threads import current_frames
 from rondel.train.fsdp import FsdpRank
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's view of a process is read from /proc")
 
 
 class Rank:
@@ -306,29 +311,101 @@ def test_a_busy_worker_is_not_a_stopped_one(cluster):
     assert worker.now("burn", 3.0) == "done"
 
 
+# -- a process that is stopped itself ---------------------------------------------------------------
+
+
+def test_a_clock_leaves_out_what_its_process_was_stopped():
+    now = [50.0]
+    clock = RunningClock(lambda: now[0])
+    seen = []
+    for passed, beats in (
+        (0.4, True),
+        (0.5, True),
+        (0.3, False),
+        (0.3, True),
+        (3600.0, False),
+        (0.1, True),
+        (0.5, True),
+    ):
+        now[0] += passed
+        seen.append(clock.time())
+        if beats:
+            clock.beat()
+    assert seen == pytest.approx([0.4, 0.9, 1.2, 1.5, 2.5, 2.5, 3.0]), (
+        "the hour is at most a second, and time never goes back"
+    )
+
+
 def test_a_controller_that_was_stopped_itself_takes_nobody_for_silent(monkeypatch):
     """Ctrl-Z and fg: what the workers said meanwhile lies in their pipes, and is read a moment later."""
-    worker = object.__new__(ProcessWorker)
-    clock = {"now": 100.0, "stands": [100.0, 0.0, 0.0, 3.0]}
-    lost = []
+    now, stands, silent = [100.0], [100.0, 0.0, 0.0, 3.0], []
+    clock, worker = RunningClock(lambda: now[0]), object.__new__(ProcessWorker)
 
     def sleep(seconds):
-        clock["now"] += seconds + clock["stands"].pop(0)
-        worker._over = "the end" * (not clock["stands"])
+        for passed in (stands.pop(0), seconds):
+            now[0] += passed
+            clock.beat()
+        worker._over = "the end" * (not stands)
 
-    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: clock["now"], sleep=sleep))
-    worker._over, worker._patience, worker._heard, worker._spoke = "", 2.0, 100.0, 100.0
-    worker._asked, worker._guard, worker._made = {1: ("step", None)}, threading.Lock(), Future()
-    worker._made.set_result(None)
-    monkeypatch.setattr(ProcessWorker, "_find_silence", lambda self: lost.append(clock["now"] - self._heard))
+    monkeypatch.setattr(process, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(process, "running_time", clock.time)
+    monkeypatch.setattr(ProcessWorker, "_find_silence", lambda self: silent.append(clock.time() - self._heard))
+    worker._over, worker._patience, worker._heard = "", 2.0, clock.time()
     worker._watch()
-    assert lost == [0.5, 1.0, 1.5, 2.0]
+    assert silent == [1.5, 2.0, 2.5, 4.0], "a stop counts as a second"
+
+
+STOPPED = """
+import asyncio, sys
+from rondel.buffer.flow_control import TurnWaiters
+from rondel.system import running_time
+
+running_time.BEAT, running_time.GAP = 0.05, 0.2
+
+async def main():
+    waiters, ready = TurnWaiters(1.0, lambda: "nothing is done"), []
+    def hear():
+        ready.append(sys.stdin.readline())
+        waiters.wake_all("roll")
+    asyncio.get_running_loop().add_reader(sys.stdin, hear)
+    asyncio.get_running_loop().call_later(0.1, lambda: print("waits", flush=True))
+    await waiters.wait_until(lambda: ready, who="roll", waits_for="a task")
+    await waiters.wait_until(lambda: len(ready) > 1, who="roll", waits_for="a second task")
+
+running_time.run_loop(main())
+"""
+
+
+@LINUX
+def test_no_wait_of_a_process_that_was_stopped_is_over_for_that():
+    """A wait of a second, stopped for longer; the second one shows that the deadline is still there."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        child.stdout.readline()
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(1.3)
+        child.send_signal(signal.SIGCONT)
+        time.sleep(0.1)
+        child.stdin.write("a task\n")
+        child.stdin.flush()
+        error = child.stderr.read()
+    assert "roll waits for a second task since 1 s without any change; nothing is done" in error, error
+
+
+def test_every_loop_of_a_run_is_one_whose_time_leaves_out_stops():
+    source = Path(rondel.__file__).parent
+    files = [path for part in ("driver", "runtime/cluster") for path in sorted((source / part).rglob("*.py"))]
+    assert len(files) > 20
+    plain = re.compile(r"asyncio\.run\b|Runner\(\)|new_event_loop")
+    assert not [str(path) for path in files if plain.search(path.read_text(encoding="utf-8"))], "use run_loop"
 
 
 # -- while they are built --------------------------------------------------------------------------
-
-
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's view of a process is read from /proc")
 
 
 @LINUX

@@ -16,12 +16,14 @@ import pytest
 from kits.run_folder import evaluated, group, write_run
 from rondel import cli, run
 from rondel.cli import VERBS, describe_error, main
+from rondel.cli.doctor_kernels import kernel_rows
 from rondel.cli.view import load_tokenizer, logprob_gap
 from rondel.core.config.job import Job
 from rondel.core.config.renamed_keys import SYNONYMS
 from rondel.core.config.toml_reader import ORIGIN
 from rondel.core.errors import EngineError, UserError
 from rondel.core.registry import import_attribute, locate_path
+from rondel.models.native_library import chosen_library, native_library
 from rondel.runtime.journal.store import path_of, write_step
 
 RECIPE = """[model]
@@ -380,6 +382,30 @@ def test_doctor_finds_this_machine_fit(rondel):
     assert code == 0 and report["healthy"]
     signs = {sign["what"]: sign for sign in report["signs"]}
     assert signs["python"]["state"] == signs["torch"]["state"] == "ok" and "GFLOP/s" in signs["matrix product"]["found"]
+
+
+def test_doctor_names_the_kernels_that_compute_here(monkeypatch, tmp_path):
+    """The loops with their file; why not, where not: by choice, without a compiler, by a switch that says nothing."""
+    found = {}
+    native_library.cache_clear()
+    for name, switch, path in (("own", "", ""), ("plain", "0", ""), ("bare", "1", str(tmp_path)), ("odd", "yes", "")):
+        with monkeypatch.context() as patched:
+            patched.setenv("RONDEL_CPU_KERNELS", switch)
+            if path:
+                native_library.cache_clear()
+                patched.setenv("PATH", path)
+                patched.delenv("CXX", raising=False)
+            found[name], on_cpu = kernel_rows(on_gpu=False)
+    native_library.cache_clear()
+    assert on_cpu[1] == "ok" and on_cpu[2].startswith("no GPU")
+    if chosen_library() is not None:
+        assert "loops in C++" in found["own"][2] and Path(found["own"][2].split(" in ")[-1]).is_file()
+    assert found["plain"][1:3] == ("ok", "torch's operations: RONDEL_CPU_KERNELS=0 in the environment")
+    assert found["bare"][1] == "note" and "no C++ compiler is here" in found["bare"][2] and "g++" in found["bare"][3]
+    assert found["odd"][1] == "broken" and found["odd"][3] == "unset RONDEL_CPU_KERNELS"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    _, gpu = kernel_rows(on_gpu=True)
+    assert gpu == ("kernels on a GPU", "note", "no Triton: the plain code computes on a GPU", "pip install triton")
 
 
 def test_doctor_names_one_fix_for_each_fault():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 from rondel.formats import FORMATS, format_of
 from rondel.planner import cost, memory, resolve, workload
+from rondel.planner.activations import activation_bytes, megatron_bytes
 from rondel.planner.advice import bill_sentences, least_room, rank_changes
 from rondel.planner.hardware import GB, find_hardware
 from rondel.planner.memory import (
@@ -210,17 +212,37 @@ def test_phases_and_tenants_have_names():
     assert memory.PHASES == ("generate", "logprob", "train", "sync", "wake")
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+}
+
+
+@pytest.mark.parametrize("layers", ["transformers", "megatron"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype, width", [("float32", 4), ("bfloat16", 2)])
-def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
-    """Bytes of saved tensors of a prompt and eight siblings, norms in fp32 and written-out scores included."""
+def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width, family, layers, monkeypatch):
+    """Bytes of saved tensors of a prompt and eight siblings, norms in fp32 and written-out scores included. Megatron's
+    layers keep more, but for the matrices that are joined for a pass."""
     import torch
+    from torch.autograd.graph import saved_tensors_hooks
 
     from kits.engine import LLAMA
     from rondel.models.load import load_model
     from rondel.models.packed_layout import PackedLayout, PackedSegment
     from rondel.models.processor import is_widened
 
-    loaded = load_model({**LLAMA, "hidden_size": 128, "intermediate_size": 384}, dtype=dtype)
+    spec = {**LLAMA, "random": family, "hidden_size": 128, "intermediate_size": 384, **FAMILIES[family]}
+    loaded = load_model(spec, dtype=dtype)
+    if layers == "megatron":
+        pytest.importorskip("megatron.core")
+        from rondel.models.megatron import layers as megatron
+
+        megatron.install_megatron_layers(loaded)
+        monkeypatch.setattr(
+            megatron, "saved_tensors_hooks", lambda pack, _: saved_tensors_hooks(lambda x: keep(pack(x)), lambda t: t)
+        )
     prompt, each = 40, 24
     segments = [PackedSegment(0, prompt), *(PackedSegment(prompt + i * each, each, 0) for i in range(8))]
     total = prompt + 8 * each
@@ -228,14 +250,14 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
     kept, own = {}, {p.untyped_storage().data_ptr() for p in loaded.model.parameters()}
 
     def keep(t):
-        if t.untyped_storage().data_ptr() not in own:
+        if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in own:
             kept[t.untyped_storage().data_ptr()] = t  # alive, so that no address comes twice
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with saved_tensors_hooks(keep, lambda t: t):
         loaded.hidden_states(torch.arange(total) % 50, places, PackedLayout(segments))
     held = sum(t.untyped_storage().nbytes() for t in kept.values())
-    s = model_shape({**LLAMA, "hidden_size": 128, "intermediate_size": 384})
+    s = model_shape(spec)
     setting = replace(
         Workload(s, find_hardware("cpu")),
         prompts=1,
@@ -246,13 +268,28 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
         width=width,
         micro=total,
         packed_width=4 if is_widened(loaded.dtype) else width,
+        megatron=layers == "megatron",
     )
-    assert held / total == pytest.approx(memory.activation_bytes(setting, total), rel=0.1)
+    assert held / total == pytest.approx(memory.layer_bytes(setting, total), rel=0.1)
     assert (
-        memory.activation_bytes(replace(setting, hardware=find_hardware("h100")), total)
-        == s.activation_bytes(width)
-        < memory.activation_bytes(setting, total)
+        memory.layer_bytes(replace(setting, hardware=find_hardware("h100")), total)
+        == activation_bytes(s, width, megatron=setting.megatron)
+        < memory.layer_bytes(setting, total)
     )
+
+
+def test_a_recipe_with_the_layers_of_megatron_is_planned_with_theirs():
+    path = Path(__file__).parents[2] / "recipes" / "tiny.toml"
+    mesh = {"place.kind": "split", "place.mesh": {"tp": 2, "sp": False}}
+    plain, megatron = (
+        of_job(Job.read(path, mesh | {"place.mesh": mesh["place.mesh"] | {"layers": layers}}))
+        for layers in ("transformers", "megatron")
+    )
+    more = (
+        memory.trainer_memory(megatron)["activations"]["train"] - memory.trainer_memory(plain)["activations"]["train"]
+    )
+    assert more == megatron_bytes(megatron.shape, 4) * memory.micro_batch_tokens(megatron) > 0
+    assert what_if(["megatron=yes"], plain) == replace(plain, megatron=True)
 
 
 def test_the_bill_of_the_quickstart_is_its_resident_memory():

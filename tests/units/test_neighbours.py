@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from rondel.runtime.neighbours import (
     NeighbourWatch,
     seconds_of_others,
     watch_neighbours,
+    watch_quota,
 )
+from rondel.system.cpu_quota import CpuQuota
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc/stat")
 
@@ -64,6 +67,27 @@ def test_who_leaves_processors_free_has_no_neighbours():
         assert watch.has_neighbours == noticed
         watch.close()
         assert not watch.has_neighbours
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.6])
+def test_under_a_quota_neighbours_are_who_shares_it(tmp_path, shared, monkeypatch):
+    """A quota of two: two threads that were throttled half of the time have no neighbours, whatever the host does; one
+    more process of the group is one."""
+    monkeypatch.setattr(neighbours, "time", SimpleNamespace(process_time=lambda: mine[0], monotonic=time.monotonic))
+    mine, stat = [5.0], tmp_path / "cpu.stat"
+
+    def go_on(own: float, others: float) -> None:
+        mine[0] += own
+        used = 1_000_000 * (mine[0] + others)
+        stat.write_text(f"usage_usec {used:.0f}\nnr_throttled 900\nthrottled_usec 99000000\n")
+
+    go_on(0.0, 7.0)
+    watch = watch_quota(2, CpuQuota(2.0, tmp_path))
+    for second in range(1, 4):
+        go_on(1.0, 7.0 + shared * second)
+        watch.look(watch._seen[0] + 1.0)
+        assert watch.has_neighbours == (shared > 0)
+    watch.close()
 
 
 def test_what_this_process_computes_is_not_of_others():

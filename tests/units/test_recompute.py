@@ -18,7 +18,8 @@ from rondel.models import recompute as module
 from rondel.models.adapters import add_adapter
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recompute import install_recompute
-from rondel.planner.shapes import kept_bytes, model_shape
+from rondel.planner.activations import activation_bytes, kept_bytes
+from rondel.planner.shapes import model_shape
 
 FEW = ("llama", "qwen3_moe", "gemma3n_text", "lfm2", "qwen3_5_text")
 ALL = covering(FAMILIES, {*ONE_OF_EACH, *FEW}, fast=FEW)
@@ -122,7 +123,7 @@ def test_a_part_that_no_layer_has_is_refused():
 
 def test_the_plan_counts_what_is_kept():
     shape = model_shape("7b")
-    everything = shape.activation_bytes(2)
+    everything = activation_bytes(shape, 2)
     layers, mlp = (kept_bytes(shape, 2, everything, parts) for parts in ("layers", "mlp"))
     assert kept_bytes(shape, 2, everything, "none") == everything
     assert layers == 4 * shape.layers * shape.hidden + everything / shape.layers  # the residual stream is fp32

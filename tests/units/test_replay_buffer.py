@@ -84,7 +84,15 @@ def test_a_run_trains_them_beside_its_own_and_replays_to_the_bit(tmp_path):
 
 
 OLD = {"groups": 2, "max_lag": 4}
+IMPORTANCE = {"kind": "importance"}
+SCORED = {"loop__warmup__steps": 0, "task__reward": "kits.rewards:parity"}
 KINDS = {  # where tokens, points, actions and blocks are drawn, and a row that weighs by who drew them
+    "critic": {
+        "algo": {"kind": "ppo", "group_size": 4, "correction": IMPORTANCE},
+        "trainer__critic": {"lr": 1e-3},
+        **SCORED,
+    },
+    "filtered": {"task__filters": ["signal"], "algo__correction": IMPORTANCE, "algo__kl": {"coef": 0.01}, **SCORED},
     "tokens": {"algo__correction": {"kind": "importance"}, "loop__warmup__steps": 0},
     "points": {"recipe": FLOW, "algo__correction": {"kind": "importance"}, "loop__warmup__steps": 0},
     "actions": {"recipe": CARTPOLE, "algo__correction": {"kind": "importance"}, "task__env__turns": 6},
@@ -116,9 +124,18 @@ def test_old_steps_are_trained_beyond_the_bound_of_fresh_ones(kind, tmp_path):
         assert {f"train/mismatch_k3_lag_{lag}" for lag in lags} <= metrics.keys() and metrics["train/grad_norm"] >= 0
         assert {row["trained_at"] - row["born"] for row in store.read_step(tmp_path, step)} == {0}
     last = max(back)
+    assert kind != "critic" or done[last]["metrics"]["train/value_loss"] > 0
+    assert kind != "filtered" or (done[last]["metrics"]["train/kl_ref"] > 0 and done[8]["ledger"]["filtered/unanimous"])
     again = replay(tmp_path, last)
     same = ("train/loss", "train/grad_norm", "train/tokens")
     assert {n: again[n] for n in same} == {n: done[last]["metrics"][n] for n in same}
+
+
+def test_a_critics_clipped_row_is_refused_beyond_the_bound_of_fresh_ones(tmp_path):
+    """ppo's ratio begins at the weights of the step, not at those that drew the token."""
+    ppo = {"algo": {"kind": "ppo", "group_size": 4}, "trainer__critic": {}, "loop__replays": OLD}
+    with pytest.raises(ConfigError, match=r"max_lag = 4 is beyond .* 'ppo' trains .* set algo.correction"):
+        build(tiny(tmp_path, **ppo))
 
 
 @pytest.mark.slow

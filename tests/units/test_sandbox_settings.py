@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,13 +20,14 @@ import pytest
 
 from kits.runs import tiny
 from rondel.assemble.components import env_of
+from rondel.cli.sandbox import clean
 from rondel.core.config.sandbox import SANDBOX_TABLES
 from rondel.core.errors import BoxError, ConfigError, SandboxError
 from rondel.core.sandbox_types import BoxUsage, CommandResult, Limits
 from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.envs.python import python_tool
 from rondel.generate.envs.sources import TaskSet
-from rondel.runtime.sandbox import image_build, leftovers, providers, relay, remote_box
+from rondel.runtime.sandbox import image_build, leftovers, oci_runtime, providers, relay, remote_box
 from rondel.runtime.sandbox.box import SUBSTRATES, Sandbox
 from rondel.runtime.sandbox.image_store import root_of
 from rondel.runtime.sandbox.recipe import describe, sandbox_of
@@ -321,6 +323,53 @@ def test_what_a_killed_run_left_is_ended_by_the_next(service, tmp_path):
     box = sandbox_of({"kind": "http", "provider": "daytona", "url": service}).cell(Limits())
     assert list(Service.boxes) == [box.name] and leftovers.left_boxes() == [] and not path.exists()
     box.kill()
+
+
+FILES = """
+import os, pathlib, socket, sys, tempfile
+from rondel.runtime.sandbox import machine, oci_runtime, relay, snapshot
+home, relay.PLACE = pathlib.Path(tempfile.gettempdir()), sys.argv[1]
+(home / "base").mkdir()
+copy = snapshot.box_copy(home / "base")
+bundle = tempfile.mkdtemp(prefix=f"{oci_runtime.BUNDLES}{os.getpid()}-")
+(home / f"{machine.CONFIGS}{os.getpid()}-x.json").write_text("{}")
+door = socket.socket(socket.AF_UNIX)
+door.bind(f"{relay.PLACE}-{os.getpid()}")
+door.listen()
+pathlib.Path(f"{relay.PLACE}-{os.getpid()}.py").write_text("print()")
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_clean_removes_files_of_killed_runs_and_of_no_living_one(tmp_path, monkeypatch, capsys):
+    """One is killed, one goes on: bundles, copies, settings of machines and relays of the first go."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(relay, "PLACE", str(tmp_path / ".relay"))
+    monkeypatch.setattr(oci_runtime, "SECONDS_OF_BUNDLE", -1)
+    runs = []
+    for _ in range(2):
+        command = [sys.executable, "-c", FILES, relay.PLACE]
+        runs.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert runs[-1].stdout.readline() == "here\n"
+        (tmp_path / "base").rmdir()
+    (tmp_path / "rondel-machine-of-nobody.json").write_text("{}")
+
+    def files_of(pid: int) -> list[str]:
+        return sorted(str(path) for path in tmp_path.rglob(f"*{pid}*"))
+
+    before = [files_of(run.pid) for run in runs]
+    assert [len(files) for files in before] == [5, 5]
+    runs[0].kill()
+    runs[0].wait()
+    for told in ("5 temporary files and folders removed", "0 temporary files and folders removed"):
+        clean()
+        assert told in capsys.readouterr().out
+        assert [files_of(run.pid) for run in runs] == [[], before[1]]
+    assert (tmp_path / "rondel-machine-of-nobody.json").exists()
+    runs[1].communicate("")
 
 
 @pytest.mark.slow

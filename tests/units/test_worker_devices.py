@@ -17,7 +17,7 @@ from rondel.core.events import Warned, subscribe
 )
 def test_more_ranks_than_cores_are_warned_of_once(monkeypatch, cores, ranks, engines, said):
     """As many of each as there are cores is how a run of one machine is arranged, and nothing is said of it."""
-    monkeypatch.setattr(worker_devices, "usable_cores", lambda: list(range(cores)))
+    monkeypatch.setattr(worker_devices, "usable_processors", lambda: cores)
     told = []
     stop = subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
     try:

@@ -32,9 +32,9 @@ from rondel.algos.table import SFT
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process, stay_alive
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment, no_lost_replica
-from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
+from rondel.assemble.refusals import refuse_offloaded_reward, refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote_workers import MOMENT, RemoteEngine, RemoteTrainer, WorkerRole
-from rondel.assemble.worker_devices import cores_per_worker, device_names, format_threads, usable_cores, warn_if_crowded
+from rondel.assemble.worker_devices import cores_per_worker, device_names, format_threads, warn_if_crowded
 from rondel.assemble.workers import (
     ColocatedHost,
     EngineHost,
@@ -73,6 +73,7 @@ from rondel.runtime.devices import (
 )
 from rondel.sync import transport_of
 from rondel.sync.choice import WORTH, TransportChoice, measure_ways, order_ways
+from rondel.system.cpu_quota import usable_processors
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.multi_policy import FOLDER
 
@@ -249,11 +250,8 @@ def deploy_job(
     reward: Any = None,
 ) -> Deployment:
     """The parts of a run; of several policies each as if it were alone, and then joined (those on one base: one_base.py)."""
-    if reward is not None and (not job.place.one_module or job.policies):
-        raise ConfigError(
-            "task.reward: offload = true is for one policy with place.kind = 'shared' and one rank, whose trainer "
-            "wants the reward model's device: leave it out, and give it a device of its own"
-        )
+    if reward is not None:
+        refuse_offloaded_reward(job)
     if not job.policies:
         return deploy_plan(DeploymentPlan(job, needs, sampling, longest, folder, reward=reward))
     frozen = {name for name, policy in job.policies.items() if policy.frozen}
@@ -311,7 +309,7 @@ def _deploy_shared(plan: DeploymentPlan) -> Deployment:
     # quantised rollouts have a module of their own
     served = loaded if job.model.rollout_format == "none" else device.call(served_policy_of, job, plan.device)
     known, speculation, transport = (
-        ModelInfo.from_model(loaded),
+        ModelInfo.from_model(loaded, device.threads),
         device.call(speculation_of, job, plan.device),
         plan.new_transport(),
     )
@@ -347,7 +345,7 @@ def _deploy_colocated(plan: DeploymentPlan) -> Deployment:
     job, ranks = plan.job, plan.job.place.ranks
     names, on_cpu = plan.worker_devices(ranks), plan.device == "cpu"
     shares = cores_per_worker(ranks) if on_cpu else [()] * ranks
-    each = plan.threads or (max(1, len(usable_cores()) // ranks) if on_cpu else None)
+    each = plan.threads or (max(1, usable_processors() // ranks) if on_cpu else None)
     if on_cpu:
         warn_if_crowded(ranks, 0)  # an engine takes turns with its rank
     cluster = ProcessCluster(plan.folder / "logs" if plan.folder else None, patience=job.place.patience)
@@ -396,7 +394,7 @@ def _deploy_colocated(plan: DeploymentPlan) -> Deployment:
 
 
 def _split_here(plan: DeploymentPlan) -> Deployment:
-    each = plan.threads or max(1, len(usable_cores()) // (1 + plan.job.place.engine_processes))
+    each = plan.threads or max(1, usable_processors() // (1 + plan.job.place.engine_processes))
     own_count = plan.job.place.engine_processes
     first, *own = plan.worker_devices(1 + own_count)
     trainer = TrainerHost(plan.job, plan.needs, plan.sampling, first, each, plan.new_transport())
@@ -428,7 +426,7 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     on_cpu, names = plan.device == "cpu", plan.worker_devices(here + engines * n)
     in_all = plan.workers or workers
     shares: list[tuple[int, ...]] = cores_per_worker(in_all)[plan.before :] if on_cpu and not led else [()] * workers
-    each = plan.threads or (max(1, len(usable_cores()) // in_all) if on_cpu else None)
+    each = plan.threads or (max(1, usable_processors() // in_all) if on_cpu else None)
     if on_cpu and not led and not job.place.on_ray:
         warn_if_crowded(ranks, engines * n)
     cluster = plan.make_cluster(workers, each)
@@ -512,7 +510,7 @@ def _alone_here(plan: DeploymentPlan) -> Deployment:
         plan.ends.callback(device.close)
     loaded = device.call(served_policy_of, plan.job, device.name)
     speculation = device.call(speculation_of, plan.job, device.name)
-    known = ModelInfo.from_model(loaded)
+    known = ModelInfo.from_model(loaded, device.threads)
     engine, resolved = engine_of(plan.job, loaded, device, plan.longest(known), speculation, transports={})
     return Deployment(
         known, engine, None, SplitDevices(), resolved, f"an engine on {device.name}", 0, plan.new_transport()
@@ -524,7 +522,7 @@ def _deploy_engine_worker(plan: DeploymentPlan) -> Deployment:
     cluster, [name] = plan.make_cluster(1, plan.threads), plan.worker_devices(1)
     plan.ends.callback(cluster.close)
     on_cpu = plan.device == "cpu"
-    each = plan.threads or (max(1, len(usable_cores()) // plan.workers) if on_cpu else None)
+    each = plan.threads or (max(1, usable_processors() // plan.workers) if on_cpu else None)
     [share, *_] = cores_per_worker(plan.workers)[plan.before :] if on_cpu else [()]
 
     def start_engine() -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +16,17 @@ import transformers
 from rondel.algos.explanation import explain_objective
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, UserError
+from rondel.core.events import Warned, emit
 from rondel.core.types import POLICY, Task
+from rondel.models.cpu_kernels import LOOPS
+from rondel.models.native_library import SWITCH
 from rondel.planner.flow_cost import flow_memory_bills
 from rondel.planner.flow_shape import is_planned_flow
 from rondel.planner.flow_workload import flow_of_job
 from rondel.planner.memory import memory_bills
 from rondel.planner.workload import of_job
 from rondel.runtime.cluster import torchrun
+from rondel.runtime.journal.log import read
 from rondel.text.unicode import write_json
 
 if TYPE_CHECKING:
@@ -51,7 +56,7 @@ def facts_of(parts: Components) -> dict[str, Any]:
             "logprobs": "float32",
             "adapter": parts.resolved["model.adapter"],
         },
-        **({"cpu_kernels": known.cpu_kernels} if known.cpu_kernels else {}),
+        "arithmetic": known.arithmetic,
         "mismatch_bound": parts.mismatch_bound,
         "model": {"name": known.name, "parameters": known.parameters},
         **({"policies": policies_of(parts)} if job.policies else {}),
@@ -144,3 +149,29 @@ def tasks_digest(tasks: Iterable[Task]) -> str:
     """Of ids and contents, in whatever order they came: two runs with equal digests had the same tasks."""
     each = sorted(blake2b(write_json([t.id, t.env, t.data]).encode(), digest_size=16).digest() for t in tasks)
     return blake2b(b"".join(each), digest_size=16).hexdigest()
+
+
+def warn_of_other_arithmetic(what: str, folder: Path, now: dict[str, Any], step: int | None = None) -> None:
+    """Where the run in `folder` was computed with other last bits than those of the facts `now`.
+
+    what    what happens with it: "the run goes on"
+    step    of several starts of the run the one that did this step; None: the last one
+    """
+    begun: dict[str, Any] = {}
+    for event in read(folder):
+        if event["kind"] == "RunStarted":
+            begun = event["facts"]
+        elif event["kind"] == "StepDone" and event["step"] == step:
+            break
+    was, here = (facts.get("arithmetic", {}) for facts in (begun, now))
+    changes = [f"{name}: {here[name]}, and was {was[name]}" for name in was if here.get(name, was[name]) != was[name]]
+    if not changes:
+        return
+    remedies = ""
+    if "kernels" in was and here.get("kernels") != was["kernels"]:
+        remedies += (
+            f". {SWITCH}={int(was['kernels'] == LOOPS)} in the environment takes the old ones, where a compiler is"
+        )
+    if "threads" in was and here.get("threads") != was["threads"]:
+        remedies += f". OMP_NUM_THREADS={was['threads']} takes as many threads"
+    emit(Warned(f"{what} with other arithmetic ({'; '.join(changes)}): equal to rounding, not bit for bit{remedies}"))

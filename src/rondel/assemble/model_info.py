@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from rondel.assemble.arithmetic import arithmetic_of
 from rondel.core.media import ImageProcessorConfig
-from rondel.models.cpu_kernels import kernels_of
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.step_head import StepHead
 
@@ -25,14 +25,15 @@ class ModelInfo:
     parameters: int
     dtype: torch.dtype
     fp32_stream: bool = False  # its residual stream, where it computes in 16 bits
-    cpu_kernels: str = ""  # what computes between its products on a CPU (models/cpu_kernels.py); "" elsewhere
+    arithmetic: dict[str, str] = field(default_factory=dict)  # what its last bits depend on (assemble/arithmetic.py)
 
     @property
     def weight_bytes(self) -> int:
         return self.parameters * self.dtype.itemsize
 
     @classmethod
-    def from_model(cls, loaded: LoadedModel) -> ModelInfo:
+    def from_model(cls, loaded: LoadedModel, threads: int) -> ModelInfo:
+        """`threads`: that compute together where it lies."""
         return cls(
             loaded.name,
             loaded.tokenizer,
@@ -42,5 +43,5 @@ class ModelInfo:
             loaded.parameter_count,
             loaded.dtype,
             loaded.fp32_stream,
-            "" if isinstance(loaded.head, StepHead) else kernels_of(loaded.device),
+            arithmetic_of(loaded.device, threads, has_loops=not isinstance(loaded.head, StepHead)),
         )

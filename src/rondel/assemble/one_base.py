@@ -82,7 +82,7 @@ def _deploy(
     for name, loaded in models.items():
         if loaded.adapter is not None:
             bank.add(adapter_weights(name, loaded))
-    known = {name: ModelInfo.from_model(loaded) for name, loaded in models.items()}
+    known = {name: ModelInfo.from_model(loaded, device.threads) for name, loaded in models.items()}
     for name in job.policies:
         refuse_others(name, known[name], known[POLICY])
     one, resolved = engine_of(

@@ -18,6 +18,7 @@ from rondel.core.types import Sampling, Task
 from rondel.generate.envs.episode import refuse_untrainable
 from rondel.generate.envs.holdout import content_key
 from rondel.models.control.kinds import is_world_model
+from rondel.score import has_offload
 
 if TYPE_CHECKING:
     from rondel.algos.criteria import CriterionBonus
@@ -44,20 +45,11 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     _check_policies(job, rows)
     refuse_formats(job, rows)
     refuse_layers(job)
+    _check_offload(job)
     for row in rows.all_rows:
         _check_baseline(job, row)
         _check_reference(job, row)
         _check_replays(job, row)
-    if job.trainer.memory.offload and job.place.ranks > 1:
-        raise ConfigError(
-            f"trainer.memory.offload = true with place.ranks = {job.place.ranks}: the shards of several ranks stay "
-            "on their devices. Remove it, or use one rank"
-        )
-    if job.trainer.memory.offload and job.place.kind != "shared":
-        raise ConfigError(
-            'trainer.memory.offload = true has no effect on a device of its own: use place.kind = "shared", or '
-            "remove it"
-        )
     if job.trainer.optimizer.kind == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
             'trainer.optimizer.kind = "adamw_8bit" needs the package bitsandbytes, which is not installed: '
@@ -79,6 +71,31 @@ def refuse_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             f'engine.speculative.lr = {guess.lr:g} with place.kind = "{job.place.kind}" and {job.place.ranks} ranks: '
             "a draft learns only where trainer and engine share a module. "
             'Set engine.speculative.lr = 0, which keeps the draft as it is, or use place.kind = "shared" with one rank'
+        )
+
+
+def _check_offload(job: Job) -> None:
+    """`offload = true` of the trainer and of a reward, where devices are not shared in turn."""
+    if job.trainer.memory.offload and job.place.ranks > 1:
+        raise ConfigError(
+            f"trainer.memory.offload = true with place.ranks = {job.place.ranks}: the shards of several ranks stay "
+            "on their devices. Remove it, or use one rank"
+        )
+    if job.trainer.memory.offload and job.place.kind != "shared":
+        raise ConfigError(
+            'trainer.memory.offload = true has no effect on a device of its own: use place.kind = "shared", or '
+            "remove it"
+        )
+    if has_offload(job.task.reward_spec):
+        refuse_offloaded_reward(job)
+
+
+def refuse_offloaded_reward(job: Job) -> None:
+    """A reward that leaves its device to the trainer; one of your own says so only when it is built."""
+    if not job.place.one_module or job.policies:
+        raise ConfigError(
+            "task.reward: offload = true is for one policy with place.kind = 'shared' and one rank, whose trainer "
+            "wants the reward model's device: leave it out, and give it a device of its own"
         )
 
 

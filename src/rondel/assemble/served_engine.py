@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process
-from rondel.assemble.worker_devices import usable_cores
 from rondel.assemble.workers import STEP_ENGINES, pages_of
 from rondel.core.errors import UserError
 from rondel.core.protocols import Transport
@@ -30,6 +29,7 @@ from rondel.models.step_head import KINDS, StepHead, refuse_step_head
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, pick_device
 from rondel.sync.from_ipc import FromIpc
+from rondel.system.cpu_quota import usable_processors
 
 PATIENCE = 60.0  # seconds that one process of an engine waits for another
 
@@ -83,7 +83,7 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
     device_name = pick_device(settings.device)
     own, threads = _rank_devices(device_name, settings), settings.threads
     if settings.processes > 1 and threads is None:
-        threads = max(1, len(usable_cores()) // settings.processes)
+        threads = max(1, usable_processors() // settings.processes)
     device, ranks = Device(own[0], threads), None
     ends.callback(device.close)
     transports: dict[str, Transport] = {"ipc": FromIpc()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from rondel.generate.engine.stepwise.continuous_engine import ContinuousEngine
 from rondel.runtime.devices import prepare_process
 from rondel.sync.from_ipc import FromIpc
 from rondel.system.http.server import bind_socket
+from rondel.system.running_time import run_loop
 from rondel.text.unicode import visible_text
 
 
@@ -39,7 +39,7 @@ def serve_model(
             await run(service, app, sock, drain=settings.drain, ready=lambda: ready(host, port, served.what))
 
         ends.callback(subscribe(drop_on_failure("the log of warnings", _print_warning)))
-        asyncio.run(main())
+        run_loop(main())
 
 
 def service_of(served: ServedEngine, settings: ServerSettings) -> tuple[EngineService, ServerAuth]:

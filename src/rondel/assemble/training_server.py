@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +12,7 @@ from rondel.assemble.served_engine import ServerSettings, open_engine
 from rondel.core.errors import UserError
 from rondel.runtime.devices import prepare_process
 from rondel.system.http.server import bind_socket
+from rondel.system.running_time import run_loop
 from rondel.training_api.app import BODY, build_app
 from rondel.training_api.process import serve_app
 from rondel.training_api.service import AdapterService
@@ -57,4 +57,4 @@ def serve_training(
                 await engine.pause("abort")
                 await backend.close()
 
-        asyncio.run(main())
+        run_loop(main())

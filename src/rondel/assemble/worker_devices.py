@@ -8,6 +8,7 @@ import torch
 
 from rondel.core.errors import ConfigError
 from rondel.core.events import Warned, emit
+from rondel.system.cpu_quota import usable_processors
 
 
 def usable_cores() -> list[int]:
@@ -25,9 +26,9 @@ def cores_per_worker(workers: int) -> list[tuple[int, ...]]:
 
 def warn_if_crowded(ranks: int, engines: int) -> None:
     """Ranks compute at the same time and wait for each other, and so do the processes of the engines: beyond the cores
-    of this machine more of them make a run slower.
+    that this process may use more of them make a run slower.
     """
-    cores = len(usable_cores())
+    cores = usable_processors()
     crowds = [
         f"{n} {whose} processes ({key})"
         for n, whose, key in ((ranks, "trainer", "place.ranks or place.mesh"), (engines, "engine", "place.engines"))
@@ -36,7 +37,7 @@ def warn_if_crowded(ranks: int, engines: int) -> None:
     if crowds:
         emit(
             Warned(
-                f"this machine has {cores} core{'s' * (cores != 1)} for {' and '.join(crowds)}: they take turns, which "
+                f"this process may use {cores} core{'s' * (cores != 1)} for {' and '.join(crowds)}: they take turns, which "
                 f"is slower than {cores} would be, and each needs its own memory. Use at most {cores}, or GPUs, or more "
                 'machines with place.cluster = "ray"'
             )

@@ -272,7 +272,7 @@ class EngineHost:
             self.loaded = self.ranks.load(job.model.path, job.model.dtype, self.device, job.model.engine_format)
 
     def known(self) -> ModelInfo:
-        return ModelInfo.from_model(self.loaded)
+        return ModelInfo.from_model(self.loaded, self.device.threads)
 
     def read_keys(self) -> list[str]:
         """What this worker read of the recipe."""
@@ -364,7 +364,7 @@ class TrainerHost:
         self, rank: int = 0, size: int = 1, address: tuple[str, int] | None = None
     ) -> tuple[ModelInfo, dict[str, str], int]:
         """Returns when all ranks have. -> facts of the model, what was resolved, and the size of a checkpoint."""
-        known = ModelInfo.from_model(self.loaded)
+        known = ModelInfo.from_model(self.loaded, self.device.threads)
         if size > 1:
             # None: torchrun has joined them
             meeting = None if address is None else self.meeting if rank == 0 else Rendezvous.connect_to(address)

@@ -18,7 +18,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 import rondel
+from rondel.cli.doctor_kernels import kernel_rows
 from rondel.core.errors import ConfigError, SandboxError
+from rondel.system.cpu_quota import find_cpu_quota, usable_processors
 
 MINIMUM = {"torch": (2, 11), "transformers": (5, 17)}
 NEEDED = ("safetensors", "pydantic", "numpy", "pyarrow", "tensorboard", "jinja2", "filelock", "tomli_w")
@@ -159,8 +161,8 @@ def _check_extras() -> Iterator[DoctorCheck]:
 
 
 def _machine_checks() -> Iterator[DoctorCheck]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield DoctorCheck("cores", "ok", f"{cores} usable")
+    quota, most = find_cpu_quota(), usable_processors()
+    yield DoctorCheck("cores", "ok", f"{most} usable" + (f" (a quota of {quota.processors:g})" if quota else ""))
     if (memory := _memory_gb()) is not None:
         total, free = memory
         small = free < 3
@@ -239,6 +241,7 @@ def _check_device() -> Iterator[DoctorCheck]:
         )
     else:
         yield DoctorCheck("devices", "ok", ", ".join(devices) or f"cpu with {torch.get_num_threads()} threads")
+    yield from (DoctorCheck(*row) for row in kernel_rows(on_gpu=bool(devices)))
     device = "cuda" if devices else "cpu"
     single, half = (_measure_gemm(torch, device, dtype) for dtype in (torch.float32, torch.bfloat16))
     slow = half < single

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +43,8 @@ def run(
         )
     from rondel.assemble import replay
 
-    replayed, recorded = replay(folder, step), done[step]
+    with _warnings_printed():
+        replayed, recorded = replay(folder, step), done[step]
     if as_json:
         print(json.dumps({"step": step, "recorded": recorded, "replayed": replayed}))
         return
@@ -57,7 +61,8 @@ def _replay_run(folder: Path, into: Path, as_json: bool) -> None:
 
     job, schedule = again(folder, into)
     train(job, quiet=as_json, schedule=schedule)
-    differ = differences(folder, into)
+    with _warnings_printed():
+        differ = differences(folder, into)
     if as_json:
         print(json.dumps({"folder": str(folder), "into": str(into), "differences": differ}))
     else:
@@ -66,6 +71,21 @@ def _replay_run(folder: Path, into: Path, as_json: bool) -> None:
         )
     if differ:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _warnings_printed() -> Iterator[None]:
+    from rondel.core.events import Event, Warned, subscribe
+
+    def print_warning(event: Event) -> None:
+        if isinstance(event, Warned):
+            print(visible_text(f"warning: {event.message}"), file=sys.stderr)
+
+    forget = subscribe(print_warning)
+    try:
+        yield
+    finally:
+        forget()
 
 
 def _format_number(value: float | None) -> str:

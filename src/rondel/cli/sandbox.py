@@ -36,7 +36,8 @@ def run(
     """Show what contains code here; build an image; end left boxes.
 
     check starts a box of every kind that needs no setting. image takes packages from Debian and PyPI and no others;
-    equal packages make an equal digest. clean ends boxes of services that a killed run left.
+    equal packages make an equal digest. clean ends boxes of services that a killed run left, and removes its temporary
+    files.
     """
     one_of("ACTION", action, ACTIONS)
     if action == "image":
@@ -81,9 +82,18 @@ def build(out: Path | None, debian: list[str], pypi: list[str], lock: Path | Non
 
 def clean() -> None:
     from rondel.runtime.sandbox.leftovers import end_left_boxes, left_boxes
+    from rondel.runtime.sandbox.machine import remove_dead_configs
+    from rondel.runtime.sandbox.oci_runtime import remove_old_bundles
     from rondel.runtime.sandbox.providers import delete_box
+    from rondel.runtime.sandbox.relay import remove_dead_relays
+    from rondel.runtime.sandbox.snapshot import remove_dead_copies
 
     left = left_boxes()
     for _, row in left:
         print(f"{row['provider']} {row['name']} at {row['url']}")
     print(f"{end_left_boxes(delete_box)} of {len(left)} boxes ended")
+    kinds = (remove_old_bundles, remove_dead_copies, remove_dead_configs, remove_dead_relays)
+    removed = [path for remove in kinds for path in remove()]
+    for path in removed:
+        print(path)
+    print(f"{len(removed)} temporary files and folders removed")

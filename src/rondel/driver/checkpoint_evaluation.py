@@ -21,6 +21,7 @@ from rondel.driver.evaluation import OnProgress, SetEvaluation, evaluate
 from rondel.driver.rollouts import GroupRollouts
 from rondel.runtime.devices import prepare_process
 from rondel.system.run_weights import find_run_weights
+from rondel.system.running_time import run_loop
 from rondel.train.multi_policy import FOLDER
 
 
@@ -49,13 +50,13 @@ def evaluate_sets(
 
 
 def _run_aside(work: Coroutine[Any, Any, list[SetEvaluation]]) -> list[SetEvaluation]:
-    """asyncio.run; in a notebook, whose own loop runs in this thread, in another one."""
+    """run_loop; in a notebook, whose own loop runs in this thread, in another one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        return run_loop(work)
     with ThreadPoolExecutor(1, "rondel-eval") as thread:
-        return thread.submit(asyncio.run, work).result()
+        return thread.submit(run_loop, work).result()
 
 
 def rate(
@@ -82,7 +83,7 @@ def rate(
             lanes = asyncio.Semaphore(max(1, parts.job.engine.max_running // samples))
             return list(await asyncio.gather(*(rate_task(i, lanes) for i in range(len(tasks)))))
 
-        rates = asyncio.run(all_of_them())
+        rates = run_loop(all_of_them())
     return [{**task.data, "pass_rate": passed} for task, passed in zip(tasks, rates)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import tomli_w
 
 from rondel.assemble.components import build, with_steps
-from rondel.assemble.facts import facts_of
+from rondel.assemble.facts import facts_of, warn_of_other_arithmetic
 from rondel.assemble.recipe_parts import sampling_of
 from rondel.assemble.rows import rows_of
 from rondel.assemble.run_components import Components
@@ -38,8 +37,6 @@ from rondel.core.events import (
 )
 from rondel.core.schedule_gate import ScheduleGate
 from rondel.driver.phases import RunPhases
-from rondel.models.cpu_kernels import LOOPS, PLAIN_KERNELS
-from rondel.models.native_library import SWITCH
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import pick_device, prepare_controller, prepare_process
 from rondel.runtime.journal import store
@@ -58,6 +55,7 @@ from rondel.runtime.telemetry.sinks import open_sinks, sink_tables, traces_addre
 from rondel.runtime.termination import GracefulStop
 from rondel.system.files import make_folder, replace_file
 from rondel.system.folder_lock import lock_folder
+from rondel.system.running_time import run_loop
 from rondel.train.checkpoint import Checkpoints
 
 RESTARTS = 3  # of a run that lost a rank of its trainer
@@ -142,13 +140,13 @@ def _run_training(
             replace_file(folder / ORIGIN, job.origin)
         facts = facts_of(parts)
         if found or interrupted:
-            warn_of_other_kernels(folder, facts)
+            warn_of_other_arithmetic("the run goes on", folder, facts)
         emit(RunStarted(str(folder), job.digest(), facts))
         if interrupted:
             emit(Resumed(0, 0, ""))
         for restarts in itertools.count(1):
             try:
-                asyncio.run(run.run_phases(found))
+                run_loop(run.run_phases(found))
                 return write_card(folder)
             except BaseException as error:
                 if ran_out(error):
@@ -214,20 +212,6 @@ def refuse_lost_checkpoints(folder: Path) -> None:
         raise CheckpointError(
             f"{folder} has no checkpoint, and its journal tells of one after step {saved[-1]}: put a copy back into "
             f"{folder / 'checkpoints'}, or begin again in another folder: --run.folder=..."
-        )
-
-
-def warn_of_other_kernels(folder: Path, facts: dict[str, Any]) -> None:
-    """Where the folder's last start computed with other kernels on a CPU. Runs that name none had torch's operations."""
-    now = facts.get("cpu_kernels")
-    starts = [event["facts"] for event in read(folder) if event["kind"] == "RunStarted"]
-    before = starts[-1].get("cpu_kernels", PLAIN_KERNELS) if starts else now
-    if now and before != now:
-        emit(
-            Warned(
-                f"the run goes on with {now}, and began with {before}: equal to rounding, not bit for bit. "
-                f"{SWITCH}={int(before == LOOPS)} in the environment goes on with what it had, where a compiler is"
-            )
         )
 
 

@@ -4,11 +4,11 @@ left after failures is not trained for ever as if nothing were wrong (law 11).""
 from __future__ import annotations
 
 import asyncio
-import time
 
 from rondel.core.events import Warned, emit
 from rondel.core.failure_rate import RecentOutcomes
 from rondel.core.types import Failed, Score
+from rondel.system.running_time import running_time
 
 
 class FailureBudget:
@@ -52,7 +52,7 @@ class FailureBudget:
         if self.since is None:
             self.count_score(score)
         while self.since is not None and not self.why:
-            if time.monotonic() - self.since > self.patience:
+            if running_time() - self.since > self.patience:
                 self._give_up(f"{self.told}; it has waited {self.patience:g} s (task.reward.patience)")
             elif not self.asking:
                 return await self._ask_again()
@@ -79,7 +79,7 @@ class FailureBudget:
             pass
 
     def _begin_pause(self, told: str) -> None:
-        self.told, self.since = told, time.monotonic()
+        self.told, self.since = told, running_time()
         self.over.clear()
         emit(
             Warned(
@@ -90,7 +90,7 @@ class FailureBudget:
 
     def _end_pause(self) -> None:
         if self.since is not None and not self.why:
-            emit(Warned(f"going on after a pause of {time.monotonic() - self.since:.0f} s: there are scores again"))
+            emit(Warned(f"going on after a pause of {running_time() - self.since:.0f} s: there are scores again"))
             self.since, self.asked, self.recent = None, self.first, RecentOutcomes()
             self.over.set()
 

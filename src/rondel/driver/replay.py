@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 from rondel.algos.table import SFT
 from rondel.assemble.components import build
+from rondel.assemble.facts import facts_of, warn_of_other_arithmetic
 from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 from rondel.core.types import StepStats
@@ -17,6 +17,7 @@ from rondel.runtime.journal import store
 from rondel.runtime.journal.log import read
 from rondel.runtime.journal.schedule import OrderReplayer
 from rondel.system.files import checkpoints_in
+from rondel.system.running_time import run_loop
 from rondel.train.checkpoint import find_flaw
 
 CLOCK = ("timings",)  # columns of a stored rollout that a replay has of its own
@@ -37,8 +38,9 @@ def replay(folder: str | Path, step: int) -> dict[str, float]:
             f"{start}"
         )
     parts = build(job.on_one_device())
+    warn_of_other_arithmetic(f"step {step} is replayed", folder, facts_of(parts), step)
     try:
-        return asyncio.run(_replay_step(parts, folder, start, step, path))
+        return run_loop(_replay_step(parts, folder, start, step, path))
     finally:
         parts.close()
 
@@ -96,8 +98,10 @@ def again(folder: Path, into: Path) -> tuple[Job, OrderReplayer]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Between stored rollouts, metrics, and the digests of all weights, the clock apart."""
+    """Between stored rollouts, metrics, and the digests of all weights, the clock apart. Warns of other arithmetic."""
     found = []
+    started = [event["facts"] for event in read(other) if event["kind"] == "RunStarted"]
+    warn_of_other_arithmetic(f"{other} was computed", one, started[-1])
     for step in sorted({*store.stored_steps(one), *store.stored_steps(other)}):
         first, second = ([_without_clock(row) for row in store.read_step(folder, step)] for folder in (one, other))
         if len(first) != len(second):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rondel.planner.activations import gated_size
 from rondel.planner.hardware import GB, Hardware
 from rondel.planner.memory import bytes_per_number, memory_bills
 from rondel.planner.overlap import longest_answer_bound
@@ -207,7 +208,7 @@ def forward_flops(shape: ModelShape, context: float) -> float:
 
 def recomputed_flops(shape: ModelShape, context: float, recompute: str) -> float:
     """Of a token, a second time in the backward pass: its forward pass, or three products of the feed-forward parts."""
-    parts = {"none": 0.0, "mlp": 2 * 3 * shape.hidden * shape.feed_forward_size / 4}
+    parts = {"none": 0.0, "mlp": 2 * 3 * shape.hidden * 3 * gated_size(shape) / 4}
     return parts[recompute] if recompute in parts else forward_flops(shape, context)
 
 

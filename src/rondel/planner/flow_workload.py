@@ -10,7 +10,7 @@ from rondel.core.errors import ConfigError
 from rondel.core.mesh import Mesh
 from rondel.planner.flow_shape import WIDTH, FlowShape, flow_shape
 from rondel.planner.hardware import Hardware, find_hardware
-from rondel.planner.workload import ON_THIS_CPU, QUESTIONS, parse_questions
+from rondel.planner.workload import ON_THIS_CPU, QUESTIONS, loop_fields, parse_questions
 
 if TYPE_CHECKING:
     from rondel.core.config.job import Job
@@ -158,24 +158,15 @@ def flow_of_job(job: Job, device: str = "") -> FlowWorkload:
         flow_shape(job.model.path),
         where,
         gpus=ranks.world + (job.place.engine_count if split else 0),
-        place=job.place.kind,
         trainers=ranks.world if split else 0,
         mesh=ranks,
-        prompts=job.loop.groups_per_step,
-        group=job.algo.group_size,
         output=job.engine.sampling.max_tokens,
         every=every,
         micro=(16384 if where.on_gpu else 4096) if micro == "auto" else int(micro),
-        running=job.engine.max_running,
-        staleness=job.loop.max_staleness,
-        in_flight=job.loop.in_flight,
-        updates=job.loop.updates_per_step,
-        epochs=job.loop.epochs,
-        recompute=job.trainer.memory.recompute,
         proximal=job.loop.updates_per_step * job.loop.epochs > 1,
         reference=bool(job.algo.kl.get("coef")),
-        sync=job.sync.kind,
         assumed=() if device or job.place.device != "auto" else (ON_THIS_CPU,),
+        **loop_fields(job),
     )
 
 

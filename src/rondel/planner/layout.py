@@ -11,10 +11,10 @@ from math import ceil
 
 from rondel.core.mesh import Mesh
 from rondel.core.row_split import PRODUCTS, deal_row
+from rondel.planner.activations import activation_bytes, kept_bytes
 from rondel.planner.cost import forward_flops, recomputed_flops
 from rondel.planner.memory import bytes_per_number
 from rondel.planner.resolve import SPARE
-from rondel.planner.shapes import kept_bytes
 from rondel.planner.traffic import (
     context_traffic,
     expert_traffic,
@@ -85,7 +85,9 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int,
     update = mine / setting.updates
     micro = max(1, min(setting.micro * cp, update))
     m = ceil(update / micro)  # micro-batches of an update
-    each = kept_bytes(s, width, s.activation_bytes(width), setting.recompute, setting.activations)
+    each = kept_bytes(
+        s, width, activation_bytes(s, width, megatron=setting.megatron), setting.recompute, setting.activations
+    )
     # micro-batches whose activations the first stage keeps, those of a chunk as a part of one
     alive = min(pp if chunks == 1 else (2 * (pp - 1) + (chunks - 1) * pp + 1) / chunks, m)
     # of a stage, what a rank gathers: matrices are cut by tp, experts lie apart or are cut, too

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from rondel.planner.activations import activation_bytes, kept_bytes, written_out_bytes
 from rondel.planner.hardware import GB, Hardware
 from rondel.planner.resolve import (
     BUCKET,
@@ -29,7 +30,7 @@ from rondel.planner.resolve import (
     prefill_bytes,
     state_slots,
 )
-from rondel.planner.shapes import kept_bytes, route_bytes
+from rondel.planner.shapes import route_bytes
 from rondel.planner.stored_bytes import nf4_bytes
 from rondel.planner.workload import OtherPolicy, Workload
 
@@ -289,12 +290,12 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
         largest: float = 0 if setting.four_bits else max(1, s.body_parameters / s.layers)
         whole = setting.width * (s.embedding_parameters * (1 if s.tied else 2) + 2 * largest)
     tokens = micro_batch_tokens(setting)
-    kept = kept_bytes(s, setting.width, activation_bytes(setting, tokens), setting.recompute, setting.activations)
+    kept = kept_bytes(s, setting.width, layer_bytes(setting, tokens), setting.recompute, setting.activations)
     chunk = 3 * 4 * min(tokens * s.vocab, LOGITS)
     rows["gathered layers"] = {phase: whole if phase in ("logprob", "train") else 0.0 for phase in PHASES}
     if setting.four_bits:
         rows["decoded layer"] = dict.fromkeys(("generate", "logprob", "train"), decoded_layer_bytes(setting))
-    rows["activations"] = {"train": kept * tokens, "logprob": s.activation_bytes(setting.width) / s.layers * tokens}
+    rows["activations"] = {"train": kept * tokens, "logprob": activation_bytes(s, setting.width) / s.layers * tokens}
     if s.tower is not None and setting.image:  # a pass has each group's image once, and the tower sees them together
         images = max(1.0, tokens / (setting.prompt + setting.group * setting.mean))
         own = [
@@ -337,16 +338,17 @@ def micro_batch_tokens(setting: Workload) -> float:
     return max(min(setting.micro, longest / setting.train_devices), setting.prompt + setting.output)
 
 
-def activation_bytes(setting: Workload, tokens: float) -> float:
+def layer_bytes(setting: Workload, tokens: float) -> float:
     """Activations of a token that a backward pass needs, in bytes."""
     s, long = setting.shape, setting.prompt + setting.mean
     written = [setting.new_tokens * long * (setting.mean < SHORT)]
     written.append(setting.prompts * setting.prompt**2 * (setting.prompt < SHORT))
     keys = sum(written) / setting.packed_tokens  # whose scores a token keeps
     if setting.hardware.on_gpu or tokens * s.heads * keys > DENSE * max(1.0, tokens / long):
-        return s.activation_bytes(setting.width)
+        return activation_bytes(s, setting.width, megatron=setting.megatron)
     spread = (setting.samples * long + setting.prompts * setting.prompt) / setting.packed_tokens
-    return s.saved_dense(setting.width, keys, spread, widened=setting.packed_width > setting.width)
+    widened = setting.packed_width > setting.width
+    return written_out_bytes(s, setting.width, keys, spread, widened=widened, megatron=setting.megatron)
 
 
 def packed_bytes(setting: Workload, *, training: bool) -> float:

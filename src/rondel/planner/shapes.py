@@ -209,42 +209,6 @@ class ModelShape:
             )
         return sum(rank * sum(matrices[name][0]) * matrices[name][1] for name in chosen)
 
-    def activation_bytes(self, bytes_each: float = 2) -> int:
-        """Activations that a backward pass needs, bytes a token, without recomputation,
-        attention fused (its scores are never kept).
-
-        A layer keeps: both norms' inputs and outputs 4D, q k v and its output, and the gate, the
-        up side and their product 3F.
-        """
-        q_size = self.heads * self.head
-        attention = self.layers * (4 * self.hidden + 2 * q_size + 2 * self.kv_heads * self.head)
-        return int(bytes_each * (attention + self.feed_forward_size))
-
-    def saved_dense(self, bytes_each: float, keys: float, spread: float, *, widened: bool = False) -> int:
-        """The same on a CPU, where attention writes its scores out: a token sees `keys` keys, and its
-        calls hold `spread` copies of keys and values.
-
-        A layer keeps: of each norm its input in fp32 (as the residual stream) and its output; the scores in fp32, and
-        their copy in 16 bits where values are. `widened`: the CPU has no bf16 products, and attention multiplies fp32
-        copies of queries, keys and values.
-        """
-        q_size, kv_size = self.heads * self.head, 2 * self.kv_heads * self.head
-        wide = 4 if widened else bytes_each
-        cast = bytes_each if wide < 4 else 0
-        layer = (
-            2 * (4 + bytes_each) * self.hidden
-            + bytes_each * q_size
-            + wide * (q_size + kv_size * spread)
-            + self.heads * keys * (4 + cast)
-        )
-        return int(self.layers * layer + bytes_each * self.feed_forward_size)
-
-    @property
-    def feed_forward_size(self) -> int:
-        """Numbers that the feed-forward parts of all layers keep of a token: gate, up and their product."""
-        sparse = (self.layers - self.dense_layers) * (self.per_token * self.expert + self.shared)
-        return 3 * (self.dense_layers * self.intermediate + sparse)
-
 
 def route_bytes(shape: ModelShape, pages: int) -> int:
     """Record of the choices of one token, two bytes each (models/routing_tape.py): experts, and keys of indexers in an
@@ -256,22 +220,6 @@ def route_bytes(shape: ModelShape, pages: int) -> int:
     if pages > width:
         rows += shape.indexer.layers * -(-width // shape.per_token)
     return 2 * rows * shape.per_token
-
-
-def kept_bytes(
-    shape: ModelShape, bytes_each: float, everything: float, recompute: str, activations: str = "device"
-) -> float:
-    """Activations of a token for the backward pass, in bytes: of `everything`, what `trainer.memory.recompute` keeps.
-
-    layers   the input of each layer, in fp32 (where it waits elsewhere, of two layers), and one layer's own at a time
-    mlp      all but what the feed-forward parts keep, and one layer's at a time
-    """
-    if recompute == "layers":
-        inputs = shape.layers if activations == "device" else min(2, shape.layers)
-        return 4 * inputs * shape.hidden + everything / shape.layers
-    if recompute == "mlp":
-        return everything - bytes_each * shape.feed_forward_size * (1 - 1 / shape.layers)
-    return everything
 
 
 # -- where a shape comes from ------------------------------------------------------------------------

@@ -57,6 +57,7 @@ class Workload:
     sent_bits  of a matrix's weight on its way to an engine, in a number format; 0: it travels as it computes
     engine_rounds  the engine alone computes in that format, with weights of its own wherever it is;
     engine_holds_codes  it keeps its linear layers so, and decodes each for a product
+    megatron  the trainer's layers compute as Megatron-Core's
     activations  where inputs of layers wait;  host_optimizer: masters, gradients and moments lie in host memory
     teachers  of the size of the largest, that lie in memory at the same time
     replays   the engine records experts and chosen keys, and the trainer repeats them
@@ -94,6 +95,7 @@ class Workload:
     targets: str | tuple[str, ...] = "all-linear"
     offload: bool = False
     recompute: str = "none"
+    megatron: bool = False
     activations: str = "device"
     host_optimizer: bool = False
     optimizer: str = "adamw"
@@ -258,19 +260,11 @@ def of_job(job: Job, device: str = "") -> Workload:
         tensor=job.place.engine_tp if split else 1,
         data=job.place.engine_dp if split else 1,
         policies=others,
-        place=job.place.kind,
         trainers=job.place.ranks if split else 0,
-        prompts=job.loop.groups_per_step,
-        group=job.algo.group_size,
         prompt=prompt,
         output=output,
         mean=max(1, output / 2),
         micro=planned_micro(job, where, model, prompt + job.algo.group_size * output),
-        running=job.engine.max_running,
-        staleness=job.loop.max_staleness,
-        in_flight=job.loop.in_flight,
-        updates=job.loop.updates_per_step,
-        epochs=job.loop.epochs,
         width=width,
         packed_width=width if not on_cpu or (_has_bf16() and not half) else 4,
         rank=adapter.rank if adapter.kind != "off" else 0,
@@ -280,7 +274,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         engine_holds_codes=job.model.engine_holds_codes,
         targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
         offload=job.trainer.memory.offload,
-        recompute=job.trainer.memory.recompute,
+        megatron=job.place.mesh.layers == "megatron",
         activations=job.trainer.memory.activations,
         host_optimizer=job.trainer.memory.optimizer == "host",
         optimizer=job.trainer.optimizer.kind,
@@ -298,11 +292,27 @@ def of_job(job: Job, device: str = "") -> Workload:
         pages=0 if job.engine.kv_pages == "auto" else int(job.engine.kv_pages),
         replays=job.trainer.routing_replay is not False,
         prefill=job.engine.prefill_tokens,
-        sync=job.sync.kind,
         image=image,
         tower=job.model.vision.tower == "trained",
         assumed=tuple(assumed),
+        **loop_fields(job),
     )
+
+
+def loop_fields(job: Job) -> dict[str, Any]:
+    """What a recipe says of its loop, as the fields of a Workload or a FlowWorkload."""
+    return {
+        "place": job.place.kind,
+        "prompts": job.loop.groups_per_step,
+        "group": job.algo.group_size,
+        "running": job.engine.max_running,
+        "staleness": job.loop.max_staleness,
+        "in_flight": job.loop.in_flight,
+        "updates": job.loop.updates_per_step,
+        "epochs": job.loop.epochs,
+        "recompute": job.trainer.memory.recompute,
+        "sync": job.sync.kind,
+    }
 
 
 def planned_micro(job: Job, where: Hardware, model: ModelShape, group: int) -> int:
@@ -400,6 +410,7 @@ QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, 
     "nf4": ("four_bits", _parse_bool),
     "offload": ("offload", _parse_bool),
     "recompute": ("recompute", _parse_recompute),
+    "megatron": ("megatron", _parse_bool),
     "activations": ("activations", _parse_activations),
     "optimizer": ("optimizer", _parse_optimizer),
     "host_optimizer": ("host_optimizer", _parse_bool),

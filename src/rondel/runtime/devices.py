@@ -19,6 +19,7 @@ from rondel.core.events import Resident, emit
 from rondel.core.protocols import Interrupt, RolloutEngine
 from rondel.runtime import busy
 from rondel.runtime.neighbours import watch_neighbours
+from rondel.system.cpu_quota import usable_processors
 
 
 def pick_device(wanted: str) -> str:
@@ -82,10 +83,11 @@ def _set_allocator(settings: dict[int, int]) -> bool:
 
 
 def default_threads() -> int:
-    """OMP_NUM_THREADS where it is set, as every program with OpenMP takes it, or the cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """OMP_NUM_THREADS where it is set, as every program with OpenMP takes it, or the processors that this process may
+    use, by a container's quota too.
+    """
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(wanted) if wanted.isdecimal() and int(wanted) else cores
+    return int(wanted) if wanted.isdecimal() and int(wanted) else usable_processors()
 
 
 class Device:

@@ -20,6 +20,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from rondel.system.cpu_quota import CpuQuota, find_cpu_quota
+
 EVERY = 0.5  # seconds between two looks
 QUIET = 2  # looks without neighbours after which threads spin again
 SETTINGS = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # of who decides it for good
@@ -62,11 +64,17 @@ class IdleThreads:
 class NeighbourWatch:
     """Looks at the processors every half second. `threads`: of this process that compute together.
 
+    cores   processors that these threads and the others have between them
     others  () -> seconds of processors that other programs have used so far, on those that this process may use
     """
 
     def __init__(
-        self, threads: int, *, cores: int | None = None, others: Callable[[], float] | None = None, every: float = EVERY
+        self,
+        threads: int,
+        *,
+        cores: float | None = None,
+        others: Callable[[], float] | None = None,
+        every: float = EVERY,
     ) -> None:
         self.threads = threads
         self.cores = len(os.sched_getaffinity(0)) if cores is None else cores
@@ -89,7 +97,7 @@ class NeighbourWatch:
         busy = (self._seen[1] - used) / max(now - before, 1e-9)  # processors that others had
         if self.threads + busy > self.cores + ROOM:
             self._quiet = 0
-            self._idle = self._idle or IdleThreads(max(2, self.cores))
+            self._idle = self._idle or IdleThreads(max(2, len(os.sched_getaffinity(0))))
         elif self._idle is not None:
             self._quiet += 1
             if self._quiet >= QUIET:
@@ -117,12 +125,22 @@ def watch_neighbours(threads: int) -> NeighbourWatch | None:
         return None
     if libgomp() is None:
         return None
+    quota = find_cpu_quota()
     try:
-        watch = NeighbourWatch(threads)
+        watch = NeighbourWatch(threads) if quota is None else watch_quota(threads, quota)
     except (OSError, ValueError):  # a system that tells it in another way
         return None
     watch.start()
     return watch
+
+
+def watch_quota(threads: int, quota: CpuQuota, every: float = EVERY) -> NeighbourWatch:
+    """Neighbours of a container with a quota are who shares that, and nobody else on a machine that it sees a part of.
+    Time in which all of them were throttled is used by nobody. Not started.
+    """
+    return NeighbourWatch(
+        threads, cores=quota.processors, others=lambda: quota.used_seconds() - time.process_time(), every=every
+    )
 
 
 def seconds_of_others() -> float:

@@ -75,6 +75,13 @@ def code_sandboxes(spec: Spec) -> list[Spec]:
     return own + [one for part in dict(settings.get("parts", {})).values() for one in code_sandboxes(part)]
 
 
+def has_offload(spec: Spec) -> bool:
+    """Whether a model of the reward, or of a part of it, is to leave its device to the trainer."""
+    settings: dict[str, Any] = {"kind": spec} if isinstance(spec, str) else spec
+    own = settings.get("kind") in ("model", "process") and settings.get("offload") is True
+    return own or any(map(has_offload, dict(settings.get("parts", {})).values()))
+
+
 def examine_task(spec: Spec, task: Task) -> None:
     """DataError for a task that this reward cannot judge whatever the answer is, as far as its data says."""
     settings: dict[str, Any] = {"kind": spec} if isinstance(spec, str) else spec

@@ -34,6 +34,7 @@ from rondel.runtime.cluster.process_activity import ProcessActivity
 from rondel.runtime.cluster.worker import PULSE, STILL, RemoteWorker
 from rondel.runtime.stacks import SIGNAL
 from rondel.system.files import guard_write, make_folder
+from rondel.system.running_time import running_time
 
 GRACE = 5.0  # that one may take to end when it is asked to
 DUMP = 2.0  # that one may take to write its stacks
@@ -119,7 +120,7 @@ class ProcessWorker(RemoteWorker):
         self._pipe = Connection(ours.detach())
         self._outbox: queue.SimpleQueue[frames.Frame] = queue.SimpleQueue()
         self._sign: Any = None  # of what advances in the child, as it last said
-        self._heard = self._spoke = time.monotonic()  # progress; anything
+        self._heard = self._spoke = running_time()  # progress; anything
         self._activity: ProcessActivity | None = None  # while it is built
         self._speaks = False  # one that has not spoken yet does not know the signal
         self._end = weakref.finalize(self, _end_process, self._process)
@@ -181,7 +182,7 @@ class ProcessWorker(RemoteWorker):
 
     def _take_message(self, number: int, kind: str, value: Any) -> None:
         """Nothing of it stays here while the next one is waited for: it may be an answer of a million tokens."""
-        self._speaks, self._spoke = True, time.monotonic()
+        self._speaks, self._spoke = True, running_time()
         if kind != "pulse" or value != self._sign or not self._pending_verbs():
             self._heard = self._spoke
         self._sign = value if kind == "pulse" else self._sign
@@ -198,12 +199,8 @@ class ProcessWorker(RemoteWorker):
     def _watch(self) -> None:
         """A worker that stands still says so through its silence, or by saying the same again and again."""
         every = min(PULSE, self._patience / 4)
-        looked = time.monotonic()
         while not self._over:
             time.sleep(every)
-            if (stood := time.monotonic() - looked - every) > PULSE:  # this process itself: Ctrl-Z, a laptop that slept
-                self._heard, self._spoke = self._heard + stood, self._spoke + stood
-            looked = time.monotonic()
             if (how := self._find_silence()) and (waiting := self._pending_verbs()):
                 self._mark_lost(
                     f"worker {self._name} ({self._describe_process()}) {how}, asked for: {waiting}",
@@ -218,7 +215,7 @@ class ProcessWorker(RemoteWorker):
         The limit of one that is built or loads is long, for imports and slow disks. That is for one that gives a pulse, or of
         which the kernel knows that it does something: an import may hold the interpreter, and the pulse with it.
         """
-        now = time.monotonic()
+        now = running_time()
         if (silent := now - self._heard) > (limit := self._silence_limit):
             return f"gives no sign of life since {silent:.0f} s (limit {limit:g} s)"
         if not self._is_starting or not self._is_born:

@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -39,6 +38,7 @@ from rondel.runtime.cluster.process_activity import ProcessActivity, pid_namespa
 from rondel.runtime.cluster.progress import WorkerProgress
 from rondel.runtime.cluster.worker import START, RemoteWorker
 from rondel.runtime.cluster.worker_main import portable_error
+from rondel.system.running_time import running_time
 from rondel.system.signals import ENDING
 
 NO_PROCESS = -1  # of which the kernel knows nothing
@@ -395,15 +395,15 @@ class RayWorker(RemoteWorker):
                 self._forward_event(event)
 
     def _watch(self) -> None:
-        last, since = None, time.monotonic()
+        last, since = None, running_time()
         while not self._closed.wait(self._patience / 4) and not self._over:
             limit = self._silence_limit
             how = f"gives no sign of life for {limit:g} s"
             try:
                 sign = self._wait_for_sign(since + limit)
                 if sign != last or not self._pending_verbs():
-                    last, since = sign, time.monotonic()
-                still = time.monotonic() - since > limit
+                    last, since = sign, running_time()
+                still = running_time() - since > limit
             except GetTimeoutError:
                 still = True
                 if self._is_stopped():
@@ -415,13 +415,13 @@ class RayWorker(RemoteWorker):
             if waiting := self._pending_verbs():
                 self._mark_lost(f"worker {self._name} {how}, asked for: {waiting}", SilentError)
                 self._kill_actor()
-            since = time.monotonic()
+            since = running_time()
 
     def _wait_for_sign(self, deadline: float) -> Any:
         """GetTimeoutError if none comes, at once where it is known to be stopped."""
         ping = self._actor.ping.remote()
         while True:
-            left = deadline - time.monotonic()
+            left = deadline - running_time()
             try:
                 return ray.get(ping, timeout=max(0.1, min(left, self._patience / 4)))
             except GetTimeoutError:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from rondel.core.errors import ConfigError, TrainError
 from rondel.system import sockets
+from rondel.system.running_time import RunningTimeLoop
 from rondel.system.signals import leave_to_controller
 
 PATIENCE = datetime.timedelta(days=30)  # a follower waits for the next call for as long as the leader's loop takes
@@ -128,7 +129,7 @@ def follow_leader(made: Any, calls: Any) -> None:
     the first one decides what they mean.
     """
     leave_to_controller()
-    with asyncio.Runner() as runner, lost_ranks_named():
+    with asyncio.Runner(loop_factory=RunningTimeLoop) as runner, lost_ranks_named():
         while True:
             heard: list[Any] = [None, None]
             dist.broadcast_object_list(heard, src=0, group=calls)

@@ -24,6 +24,7 @@ from rondel.runtime import stacks
 from rondel.runtime.cluster import frames
 from rondel.runtime.cluster.progress import WorkerProgress
 from rondel.runtime.cluster.worker import PULSE
+from rondel.system.running_time import run_loop
 from rondel.system.signals import die_with_parent, leave_to_controller
 
 
@@ -37,7 +38,7 @@ def run_worker(socket: int, parent: int) -> None:
     leave_to_controller()
     unpack_given(given)
     stacks.register_stack_dump(sys.stderr)
-    asyncio.run(WorkerMain(pipe, name, tells).serve())
+    run_loop(WorkerMain(pipe, name, tells).serve())
 
 
 class WorkerMain:

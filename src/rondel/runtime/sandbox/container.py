@@ -33,10 +33,17 @@ def make_engine_container(
 def find_container_tool(image: str, tool: str = "auto") -> str:
     """The program that makes boxes of this image; SandboxError with the remedy where it is not installed."""
     is_folder = Path(image).is_dir()
-    names = (tool,) if tool != "auto" else (*RUNTIMES, *ENGINES) if is_folder else ENGINES
+    names: tuple[str, ...] = (tool,) if tool != "auto" else (*RUNTIMES, *ENGINES) if is_folder else ENGINES
+    if is_hybrid() and not is_real_root():
+        names = tuple(name for name in names if name != "crun")
+        if not names:
+            raise SandboxError(
+                "crun refuses a machine with controllers in both versions of control groups, and only a root can hide "
+                "one of them from it: use tool = 'runc' (apt install runc), or kind = 'process'"
+            )
     found = next((path for name in names if (path := shutil.which(name))), None)
     if found is None:
-        listed, small = " or ".join(names), names[0] if tool != "auto" else "crun" if is_folder else "podman"
+        listed, small = " or ".join(names), names[0] if is_folder or tool != "auto" else "podman"
         raise SandboxError(
             f"substrate 'container' needs {listed}, and none is on the PATH: apt install {small}, or use kind = "
             "'process'"

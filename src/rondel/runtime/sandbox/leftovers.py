@@ -49,6 +49,16 @@ def start_of(pid: int) -> str:
         return "0"
 
 
+def paths_of_ended(folder: Path, prefix: str = "") -> list[Path]:
+    """`folder`/`prefix`PID-...: those whose process is gone."""
+    found = []
+    for path in sorted(folder.glob(f"{prefix}*")):
+        pid = path.name.removeprefix(prefix).partition("-")[0]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            found.append(path)
+    return found
+
+
 def read_open(path: Path) -> dict[str, dict[str, str]]:
     """name -> row of the boxes of one file that are not gone; a torn line never happened."""
     found: dict[str, dict[str, str]] = {}

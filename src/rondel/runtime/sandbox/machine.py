@@ -23,6 +23,9 @@ from typing import Any
 from rondel.core.errors import ConfigError, SandboxError
 from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.runtime.sandbox.external import ExternalSandbox
+from rondel.runtime.sandbox.leftovers import paths_of_ended
+
+CONFIGS = "rondel-machine-"  # of Firecracker, and the number of its controller
 
 
 def make_microvm(limits: Limits, *, kernel: str = "", root: str = "", **_: Any) -> Machine:
@@ -31,10 +34,18 @@ def make_microvm(limits: Limits, *, kernel: str = "", root: str = "", **_: Any) 
         raise SandboxError(
             "substrate 'microvm' needs /dev/kvm, which is not there or may not be opened: use kind = 'vm' or 'process'"
         )
-    config = tempfile.NamedTemporaryFile("w", suffix=".json", delete=False)  # noqa: SIM115
+    config = tempfile.NamedTemporaryFile("w", prefix=f"{CONFIGS}{os.getpid()}-", suffix=".json", delete=False)  # noqa: SIM115
     with config:
         json.dump(micro_config(limits, kernel, root), config)
     return Machine([tool, "--no-api", "--config-file", config.name], limits, leaves=Path(config.name))
+
+
+def remove_dead_configs() -> list[Path]:
+    """Of machines whose controller was killed. -> those that are gone now."""
+    removed = paths_of_ended(Path(tempfile.gettempdir()), CONFIGS)
+    for one in removed:
+        one.unlink(missing_ok=True)
+    return removed
 
 
 def micro_config(limits: Limits, kernel: str, root: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from rondel.core.sandbox_types import BoxUsage, Limits
 from rondel.runtime.sandbox.external import ENV, FIRST, GO_BYTES, HOME, ContainerSandbox, KeptProcess
 from rondel.runtime.sandbox.image_store import root_of
 from rondel.runtime.sandbox.inside.groups import ROOT, make_group, remove_groups
+from rondel.runtime.sandbox.leftovers import paths_of_ended
 from rondel.runtime.sandbox.oci_seccomp import seccomp
 from rondel.runtime.sandbox.usage import count_kills, group_usage, is_hybrid, own_folders
 from rondel.runtime.sandbox.users import is_real_root, owner_of, random_user_id
@@ -87,14 +88,15 @@ class OciContainer(ContainerSandbox):
             self._process = spec["process"]
             Path(self._bundle, "config.json").write_text(json.dumps(spec))
             keeper = ["sh", "-c", KEEPER, "keeper", self._bundle, str(len(self._groups)), *self._groups]
-            command = [*_client(tool), "run", "--bundle", self._bundle, self.name]
+            self._client = runtime_command(tool, self._bundle)
+            command = [*self._client, "run", "--bundle", self._bundle, self.name]
             self._kept = KeptProcess([*keeper, *command], f"a container by {own}")
         except BaseException:
             remove_groups(self._groups)
             shutil.rmtree(self._bundle, ignore_errors=True)
             raise
         self._lock = threading.Lock()
-        self._end = weakref.finalize(self, _end_container, self._kept, tool, self.name)
+        self._end = weakref.finalize(self, _end_container, self._kept, self._client, self.name)
 
     def exec_command(self, argv: list[str], env: dict[str, str]) -> list[str]:
         """With the whole of the first process's setting: a command by words alone would run as the root's."""
@@ -104,7 +106,7 @@ class OciContainer(ContainerSandbox):
             file.write_text(json.dumps(self._process | {"args": argv, "env": variables}))
         except OSError as error:
             raise BoxError(f"the box has ended: {error}") from error
-        command = [*_client(self.tool), "exec", "--process", str(file), self.name]
+        command = [*self._client, "exec", "--process", str(file), self.name]
         return ["sh", "-c", JOIN, "join", str(len(self._groups)), *self._groups, *command]
 
     def over_memory(self) -> bool:
@@ -121,32 +123,36 @@ class OciContainer(ContainerSandbox):
             self._end()
 
 
-def _client(tool: str) -> list[str]:
+def runtime_command(tool: str, bundle: str) -> list[str]:
     """The runtime as it is called here. crun refuses a machine with controllers in both versions of control groups,
-    even where it is to make none: it is shown the first version alone.
+    even where it is to make none: it is shown the first version alone. A plain user has no /run of its own: what the
+    runtime knows of a container lies in its bundle.
     """
     own = Path(tool).name
     command = [tool, "--cgroup-manager=disabled"] if own == "crun" else [tool]
+    if not is_real_root():
+        return [*command, "--root", os.path.join(bundle, "state")]
     if own != "crun" or not is_hybrid():
         return command
     return ["unshare", "--mount", "sh", "-c", f'umount {ROOT}/unified && exec "$@"', "crun", *command]
 
 
-def _end_container(kept: KeptProcess, tool: str, name: str) -> None:
+def _end_container(kept: KeptProcess, client: list[str], name: str) -> None:
     kept.end()
     if kept.process.returncode < 0:  # it was killed, and could not clean up
         with suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run([tool, "delete", "--force", name], capture_output=True, timeout=30)
+            subprocess.run([*client, "delete", "--force", name], capture_output=True, timeout=30)
 
 
-def remove_old_bundles() -> None:
-    """Of controllers that were killed together with the shell beside their container."""
-    for one in Path(tempfile.gettempdir()).glob(f"{BUNDLES}*"):
-        pid = one.name.removeprefix(BUNDLES).partition("-")[0]
-        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
-            with suppress(OSError):
-                if time.time() - one.stat().st_mtime > SECONDS_OF_BUNDLE:
-                    shutil.rmtree(one, ignore_errors=True)
+def remove_old_bundles() -> list[Path]:
+    """Of controllers that were killed together with the shell beside their container. -> those that are gone now."""
+    removed = []
+    for one in paths_of_ended(Path(tempfile.gettempdir()), BUNDLES):
+        with suppress(OSError):
+            if time.time() - one.stat().st_mtime > SECONDS_OF_BUNDLE:
+                shutil.rmtree(one)
+                removed.append(one)
+    return removed
 
 
 def bundle_config(

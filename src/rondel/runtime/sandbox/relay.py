@@ -12,9 +12,11 @@ import base64
 import json
 import os
 import select
+import socket
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 from rondel.core.errors import BoxError, SandboxError
@@ -146,6 +148,34 @@ class RelayedProgram:
         except ValueError:
             raise BoxError(f"its supervisor does not answer ({done.ended})") from None
         return told
+
+
+def remove_dead_relays() -> list[Path]:
+    """Where a box is on this machine and shares its folder of temporary files: sockets on which no supervisor listens, and
+    programs that were never read. -> those that are gone now.
+    """
+    home = Path(PLACE)
+    removed = []
+    for stem in sorted({path.with_suffix("") for path in home.parent.glob(f"{home.name}-*")}):
+        if not _has_supervisor(stem):
+            here = [path for path in (stem, stem.with_suffix(".py")) if path.exists()]
+            for path in here:
+                path.unlink(missing_ok=True)
+            removed += here
+    return removed
+
+
+def _has_supervisor(home: Path) -> bool:
+    """It binds its socket before it writes the program, and removes it last. One that is busy or another user's lives."""
+    with socket.socket(socket.AF_UNIX) as door:
+        door.settimeout(0.2)
+        try:
+            door.connect(str(home))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True
+    return True
 
 
 def _write_all(fd: int, data: bytes) -> None:

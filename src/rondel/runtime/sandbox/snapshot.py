@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rondel.core.errors import SandboxError, UserError
+from rondel.runtime.sandbox.leftovers import paths_of_ended
 from rondel.runtime.sandbox.users import is_real_root, random_user_id
 
 COPIES = "rondel-copies"
@@ -43,7 +44,7 @@ def box_copy(base: str | Path) -> Path:
     """A copy for one box, which it may write to: for a root everything in it belongs to a user that nobody is."""
     place = Path(tempfile.gettempdir(), COPIES)
     place.mkdir(mode=0o711, exist_ok=True)
-    remove_dead_copies(place)
+    remove_dead_copies()
     made = snapshot(base, place / f"{os.getpid()}-{uuid.uuid4().hex[:12]}")
     if is_real_root():
         uid = random_user_id()
@@ -54,9 +55,11 @@ def box_copy(base: str | Path) -> Path:
     return made
 
 
-def remove_dead_copies(place: Path) -> None:
-    for one in place.iterdir():
-        pid = one.name.partition("-")[0]
-        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
-            with suppress(OSError):
-                shutil.rmtree(one)
+def remove_dead_copies() -> list[Path]:
+    """Copies of boxes whose controller was killed. -> those that are gone now."""
+    removed = []
+    for one in paths_of_ended(Path(tempfile.gettempdir(), COPIES)):
+        with suppress(OSError):
+            shutil.rmtree(one)
+            removed.append(one)
+    return removed

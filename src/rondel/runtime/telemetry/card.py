@@ -263,7 +263,8 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
     ]
     gap = f"largest |log p(trainer) - log p(engine)| of a trained token {max(gaps):.1e}" if gaps else "gap not measured"
     fresh = [k3 for e in done for name, k3 in e["metrics"].items() if name.endswith("/mismatch_k3_lag_0")]
-    kernels = f"{facts['cpu_kernels']} on the CPU; " if "cpu_kernels" in facts else ""
+    used = facts.get("arithmetic", {})
+    kernels = f"{used['kernels']} on the CPU; " if "kernels" in used else ""
     bound = f", a warning above {facts['mismatch_bound']:g}" if "mismatch_bound" in facts else ""
     form = facts.get("resolved", {}).get("model.format", "none")
     gap += f"; largest K3 of fresh tokens in a step {max(fresh):.1e} nats{bound}" if fresh else ""
