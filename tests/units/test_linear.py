@@ -13,7 +13,7 @@ from torch import nn
 
 from kits.engine import prompt, tiny
 from kits.train import awkward_groups, batch, model, row, trainer
-from rondel.models import linear, processor
+from rondel.models import cpu_kernels, linear, native_library, processor
 from rondel.models.linear import PackedLinear, install_cpu_linear, matmul, product
 from rondel.models.main_grad import weights_changed
 from rondel.models.packed_layout import PackedLayout, PackedSegment
@@ -127,6 +127,79 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype, inside):
         whole = stack(x)[0]
         for first, n in ((0, 1), (5, 1), (3, 2), (40, 7), (1, 16), (13, 33), (10, 64)):
             assert torch.equal(stack(x[first : first + n].clone())[0], whole[first : first + n]), (first, n)
+
+
+@pytest.fixture
+def panels(monkeypatch) -> Iterator[None]:
+    """A processor with AVX2 alone."""
+    if (library := native_library.native_library()) is None:
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setattr(cpu_kernels, "_loaded", library)
+    monkeypatch.setattr(cpu_kernels, "has_avx2_alone", lambda: True)
+
+
+@pytest.mark.usefixtures("panels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("widths", [(16, 32, 48), (37,), (5,)])
+@pytest.mark.parametrize("inside", [1, 40, 256, 1100, 2048])
+def test_panels_sum_in_their_order(dtype, threads, widths, inside):
+    """One fused product after the other up to 1,024 of them, then those sums: computed here in fp64, each step rounded."""
+    weights = [numbers(n, inside, seed=n, dtype=dtype) for n in widths]
+    x, bias = numbers(9, inside), numbers(sum(widths), seed=2)
+    together, total = torch.cat(weights).double(), torch.zeros(9, sum(widths), dtype=torch.float32)
+    for first in range(0, inside, 1024):
+        part = torch.zeros_like(total)
+        for k in range(first, min(inside, first + 1024)):  # 24 + 24 bits of a product fit fp64's 53, their sum all but
+            part = (part.double() + x[:, k, None].double() * together[:, k]).float()
+        total = total + part
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    packed = cpu_kernels.pack_panels(weights)
+    ours = cpu_kernels.panel_product(x, packed, bias, sum(widths))
+    torch.set_num_threads(before)
+    assert packed.dtype == dtype
+    torch.testing.assert_close(ours, total + bias, rtol=1e-6, atol=1e-5)
+    assert (ours != total + bias).float().mean() < 0.02, "another order differs in a third of the numbers"
+
+
+@pytest.mark.usefixtures("panels")
+@pytest.mark.parametrize("inside", [576, 1536])
+def test_a_row_of_panels_has_the_same_bits_in_every_company(inside):
+    x, w = numbers(230, inside), numbers(50, inside, seed=1)
+    packed = cpu_kernels.pack_panels([w])
+    whole = cpu_kernels.panel_product(x, packed, None, 50)
+    torch.testing.assert_close(whole, x @ w.t(), rtol=1e-4, atol=1e-4)
+    for first, rows in [(3, n) for n in range(1, 20)] + [(0, 96), (90, 97), (7, 193)]:
+        assert torch.equal(
+            cpu_kernels.panel_product(x[first : first + rows], packed, None, 50), whole[first : first + rows]
+        )
+    half = cpu_kernels.pack_panels([w.bfloat16()])
+    rounded = cpu_kernels.panel_product(x, cpu_kernels.pack_panels([w.bfloat16().float()]), None, 50)
+    for rows in (1, 7, 12, 13, 97, 230):  # widened in registers or before
+        assert torch.equal(cpu_kernels.panel_product(x[:rows], half, None, 50), rounded[:rows])
+    assert cpu_kernels.panel_product(x[:0], packed, None, 50).shape == (0, 50)
+
+
+@pytest.mark.usefixtures("panels", "no_bf16_products")
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_what_is_packed_in_panels_has_the_bits_of_training(dtype, with_bias, monkeypatch):
+    if not cpu_kernels.has_panels():
+        pytest.skip("this version of oneDNN sums in another order")
+    weights = [numbers(n, 1100, seed=n, dtype=dtype) for n in (48, 16, 21)]
+    biases = [numbers(len(w), seed=9 + len(w), dtype=dtype) for w in weights] if with_bias else []
+    x, stack, parts = numbers(130, 1100, dtype=dtype), PackedLinear(), [PackedLinear(), PackedLinear(), PackedLinear()]
+    with torch.no_grad():
+        assert not stack.can_pack(x, weights, biases), "a width that is no multiple of 16"
+        for rows in (1, 2, 6, 130):
+            for i, (w, part) in enumerate(zip(weights, parts, strict=True)):
+                assert part.can_pack(x, [w], biases[i : i + 1])
+                assert torch.equal(part(x[:rows])[0], product(x, w, biases[i] if biases else None)[:rows])
+        assert parts[0].packed_bytes == 48 * 1100 * (2 if dtype == torch.bfloat16 else 4)
+        monkeypatch.setattr(cpu_kernels, "_loaded", None)
+        assert parts[0].can_pack(x, weights[:1], biases[:1]), "packed again for what computes now"
+        assert torch.equal(parts[0](x)[0], product(x, weights[0], biases[0] if biases else None))
 
 
 def changes(module):

@@ -22,6 +22,12 @@ def has_bf16_products() -> bool:
 
 
 @functools.cache
+def has_avx2_alone() -> bool:
+    """Whether vectors of this CPU are those of AVX2: 8 fp32 numbers, and no AVX-512."""
+    return torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_supported()
+
+
+@functools.cache
 def is_widened(dtype: torch.dtype) -> bool:
     """Whether products of this dtype on a CPU are computed in fp32 and rounded."""
     return dtype == torch.float16 or (dtype == torch.bfloat16 and not has_bf16_products())
