@@ -120,11 +120,20 @@ void product(const float *x, const W *panels, const float *bias, float *out, int
 }
 
 template <class W> void pack(const W *weight, W *panels, int64_t in, int64_t width, int threads) {
+    constexpr int64_t LINE = 64 / sizeof(W);  // of numbers that are read together
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t first = 0; first < width; first += PANEL)
-        for (int64_t k = 0; k < in; k++)
-            for (int64_t i = 0; i < PANEL; i++)
-                panels[first * in + k * PANEL + i] = first + i < width ? weight[(first + i) * in + k] : W{};
+    for (int64_t first = 0; first < width; first += PANEL) {
+        int64_t columns = std::min<int64_t>(PANEL, width - first);
+        for (int64_t at = 0; at < in; at += LINE) {
+            W room[LINE * PANEL] = {};
+            int64_t count = std::min(LINE, in - at);
+            for (int64_t i = 0; i < columns; i++) {
+                const W *from = weight + (first + i) * in + at;
+                for (int64_t k = 0; k < count; k++) room[k * PANEL + i] = from[k];
+            }
+            memcpy(panels + first * in + at * PANEL, room, count * PANEL * sizeof(W));
+        }
+    }
 }
 
 }  // namespace
