@@ -5,7 +5,7 @@ steps), in turn (A B A B), and where it goes.
 N requests with contexts of their own, `--context` tokens at first, write `--new` tokens each.
 A step is what lies between two tokens of the first request while all of them decode; the
 number is the median over `--new` steps, of
-each round. `host` is the share of the plain step outside of the device's thread: planning, delivery, turns of the event
+each round; `cpu_ms` is the same in CPU time of the process, for a machine that others use, too. `host` is the share of the plain step outside of the device's thread: planning, delivery, turns of the event
 loop; it is all that can run beside the device. Shares are of a step under torch's profiler, by kind of operation: `other` is
 small operations, or the fused loops of the
 compiled pass, and `between` lies in none. The profiler itself costs most where operations are small.
@@ -63,10 +63,11 @@ def main(argv: list[str] | None = None) -> None:
     if not a.eager:
         passes["compiled"] = device.call(serving_pass, loaded, most).hidden_states
 
-    def round_of(name: str, running: int, seed: int) -> float:
+    def round_of(name: str, running: int, seed: int) -> tuple[float, float]:
         engine.runner.hidden = passes[name]
         engine.scheduler.drop_cache(engine.version)
-        return median(asyncio.run(steps(engine, running, a.context, a.new, seed)))
+        clock, cpu = zip(*asyncio.run(steps(engine, running, a.context, a.new, seed)), strict=True)
+        return median(clock), median(cpu)
 
     inside: list[float] = []
     plain_step = engine.runner.step
@@ -78,15 +79,17 @@ def main(argv: list[str] | None = None) -> None:
         return out
 
     table: dict[int, dict[str, list[float]]] = {}
+    cpu_table: dict[int, dict[str, list[float]]] = {}
     host: dict[int, list[float]] = {}
     for n in sizes:
-        table[n], host[n] = {name: [] for name in passes}, []
+        table[n], cpu_table[n], host[n] = {name: [] for name in passes}, {name: [] for name in passes}, []
         engine.runner.step = timed  # type: ignore[method-assign]
         for seed in range(a.rounds + 1):  # the first one warms up
             for name in passes:
                 inside.clear()
-                spent = round_of(name, n, seed)
+                spent, cpu = round_of(name, n, seed)
                 table[n][name] += [round(1e3 * spent, 2)] * (seed > 0)
+                cpu_table[n][name] += [round(1e3 * cpu, 2)] * (seed > 0)
                 if seed and name == "module":
                     host[n].append(round(1 - median(inside[-a.new :]) / spent, 3))
         del engine.runner.step
@@ -106,6 +109,7 @@ def main(argv: list[str] | None = None) -> None:
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "context": a.context,
             "ms": {str(n): row for n, row in table.items()},
+            "cpu_ms": {str(n): row for n, row in cpu_table.items()},
             "host": {str(n): shares for n, shares in host.items()},
             "profiled": a.profile,
             "shares": shares,
@@ -116,8 +120,8 @@ def main(argv: list[str] | None = None) -> None:
     device.close()
 
 
-async def steps(engine: Any, running: int, context: int, new: int, seed: int) -> list[float]:
-    """Seconds between the tokens of the first request, from where all requests have one."""
+async def steps(engine: Any, running: int, context: int, new: int, seed: int) -> list[tuple[float, float]]:
+    """Seconds, and CPU seconds of the process, between the tokens of the first request, from where all requests have one."""
     from rondel.core.types import Request, Sampling, sample_key
 
     vocab = engine.loaded.head.weight.shape[0]
@@ -126,7 +130,7 @@ async def steps(engine: Any, running: int, context: int, new: int, seed: int) ->
     def heard(row: int) -> None:
         begun.add(row)
         if row == 0 and len(begun) == running:
-            told.append(time.perf_counter())
+            told.append((time.perf_counter(), time.process_time()))
 
     def request(row: int) -> Request:
         tokens = [(7919 * (row + 1) + 31 * seed + 13 * t) % vocab for t in range(context)]
@@ -136,7 +140,7 @@ async def steps(engine: Any, running: int, context: int, new: int, seed: int) ->
     await asyncio.gather(
         *(engine.generate(request(row), on_token=lambda *_, row=row: heard(row)) for row in range(running))
     )
-    return [after - before for before, after in pairwise(told)][-new:]
+    return [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(told)][-new:]
 
 
 @contextmanager

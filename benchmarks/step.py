@@ -1,5 +1,6 @@
 """One whole RL step on a real model, through the real loop: generate, score, train, sync.
 
+CPU seconds, of the engine's passes and of all else in a step, are those of the process: for a machine that others use.
 The same work as benchmarks/peers/trl_grpo.py; run them in turn on one machine:
     rondel bench step --model FOLDER --prompts 8 --group 8 --new 64 --dtype bfloat16 --force-len --json
 """
@@ -10,6 +11,7 @@ import argparse
 import resource
 import sys
 import tempfile
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,12 +44,24 @@ def main(argv: list[str] | None = None) -> None:
     from rondel.planner.memory import memory_bills
     from rondel.planner.workload import of_job
 
-    parts, rows = [], []
+    parts, rows, generating = [], [], [0.0]
 
     def note(event) -> None:
         if isinstance(event, StepDone):
             scheduler = parts[0].engine.scheduler
-            rows.append((event, scheduler.prefilled, scheduler.decoded))
+            rows.append((event, scheduler.prefilled, scheduler.decoded, generating[0], time.process_time()))
+
+    def built(made) -> None:
+        parts.append(made)
+        plain_step = made.engine.runner.step
+
+        def timed(*plans):
+            began = time.process_time()
+            out = plain_step(*plans)
+            generating[0] += time.process_time() - began
+            return out
+
+        made.engine.runner.step = timed
 
     subscribe(note)
     with tempfile.TemporaryDirectory() as folder:
@@ -62,12 +76,14 @@ def main(argv: list[str] | None = None) -> None:
             "run": {"folder": folder, "checkpoint": {"every": 0}, "sinks": []},
         }
         job = Job.parse(tree, "rondel bench step")
-        train(job, quiet=True, built=parts.append)
+        train(job, quiet=True, built=built)
     loaded, threads = parts[0].trainer.loaded, a.threads or len(usable_cores())
     dtype = str(loaded.dtype).removeprefix("torch.")
     body, head = multiplications(loaded.model)
-    used = [e for e, _, _ in rows[1:]]
-    prefilled, decoded = ([now[k] - before[k] for before, now in pairwise(rows)] for k in (1, 2))
+    used = [e for e, *_ in rows[1:]]
+    prefilled, decoded, gen_cpu, all_cpu = (
+        [now[k] - before[k] for before, now in pairwise(rows)] for k in (1, 2, 3, 4)
+    )
     seconds = [e.seconds for e in used]
     tokens = [e.metrics["train/tokens"] for e in used]
     packed = [e.metrics["train/packed_tokens"] for e in used]
@@ -84,6 +100,7 @@ def main(argv: list[str] | None = None) -> None:
         "gemm_peak_gflops": round(peak / 1e9, 1), "gen_share_of_peak": round(gen_flop / gen_s / peak, 3), "train_share_of_peak": round(train_flop / train_s / peak, 3),
         "forward_backward_s": round(median([e.metrics["train/forward_backward_s"] for e in used]), 2),
         "optimizer_s": round(median([e.metrics["train/optimizer_s"] for e in used]), 2), "sync_s": round(median([s["sync"] for s in seconds]), 3),
+        "gen_cpu_s": round(median(gen_cpu), 2), "other_cpu_s": round(median(all_cpu) - median(gen_cpu), 2),
         "annotate_s": round(median([e.metrics["train/annotate_s"] for e in used]), 2),
         "dtype": dtype, "threads": threads, "prompts": a.prompts, "group": a.group, "new": a.new, "force_len": a.force_len, "steps": len(used),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,

@@ -13,7 +13,7 @@ from torch import nn
 
 from kits.engine import prompt, tiny
 from kits.train import awkward_groups, batch, model, row, trainer
-from rondel.models import linear, processor
+from rondel.models import cpu_kernels, linear, native_library, processor
 from rondel.models.linear import PackedLinear, install_cpu_linear, matmul, product
 from rondel.models.main_grad import weights_changed
 from rondel.models.packed_layout import PackedLayout, PackedSegment
@@ -135,6 +135,102 @@ def test_what_few_numbers_of_rows_showed_holds_for_all():
     x, weight = numbers(130, 48), numbers(80, 48, seed=1)
     whole = product(x, weight)
     assert [n for n in range(1, 130) if not torch.equal(product(x[:n], weight), whole[:n])] == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by_mkl", [False, True])
+def test_gradients_by_either_library(dtype, by_mkl, monkeypatch):
+    """x @ w and xᵀ @ g of tokens against fp64, into an accumulator and without one."""
+    monkeypatch.setattr(linear, "_is_faster_by_mkl", lambda a, b: by_mkl)
+    x, w, up = (
+        numbers(2, 35, 40, dtype=dtype),
+        numbers(24, 40, seed=1, dtype=dtype),
+        numbers(2, 35, 24, seed=2, dtype=dtype),
+    )
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+    grads = torch.autograd.grad(product(x, w), leaves, up)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    wanted = torch.autograd.grad(nn.functional.linear(*exact), exact, up.double())
+    step = 1e-5 if dtype == torch.float32 else 2e-2
+    for got, want in zip(grads, wanted, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=step, atol=step * float(want.abs().max()))
+    main, flat = numbers(24, 40, seed=3), up.flatten(0, 1)
+    summed = main + wanted[1].float()
+    linear.add_product(main, flat, x.detach().flatten(0, 1))
+    torch.testing.assert_close(main, summed, rtol=step, atol=step * float(summed.abs().max()))
+
+
+@pytest.fixture
+def panels(monkeypatch) -> Iterator[None]:
+    """A processor with AVX2 alone."""
+    if (library := native_library.native_library()) is None:
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setattr(cpu_kernels, "_loaded", library)
+    monkeypatch.setattr(cpu_kernels, "has_avx2_alone", lambda: True)
+
+
+@pytest.mark.usefixtures("panels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("widths", "inside"), [((16, 32, 48), 40), ((37,), 1100), ((5,), 1), ((16, 3), 2050)])
+def test_panels_sum_in_their_order(dtype, widths, inside):
+    """One fused product after the other up to 1,024 of them, then those sums: here in fp64, each step rounded."""
+    weights = [numbers(n, inside, seed=n, dtype=dtype) for n in widths]
+    x, bias = numbers(9, inside), numbers(sum(widths), seed=2)
+    factors, total = torch.cat(weights).double(), torch.zeros(9, sum(widths))
+    for first in range(0, inside, 1024):
+        part = torch.zeros_like(total)
+        for k in range(first, min(inside, first + 1024)):
+            part = (part.double() + x[:, k, None].double() * factors[:, k]).float()
+        total = total + part
+    packed = cpu_kernels.pack_panels(weights)
+    ours, before = [], torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        ours.append(cpu_kernels.panel_product(x, packed, bias, sum(widths)))
+    torch.set_num_threads(before)
+    assert packed.dtype == dtype and torch.equal(*ours)
+    torch.testing.assert_close(ours[0], total + bias, rtol=1e-6, atol=1e-5)
+    assert (ours[0] != total + bias).float().mean() < 0.02, "another order has other bits in most numbers"
+
+
+@pytest.mark.usefixtures("panels")
+@pytest.mark.parametrize("inside", [576, 1536])
+def test_a_row_of_panels_has_the_same_bits_in_every_company(inside):
+    x, w = numbers(230, inside), numbers(50, inside, seed=1)
+    packed = cpu_kernels.pack_panels([w])
+    whole = cpu_kernels.panel_product(x, packed, None, 50)
+    torch.testing.assert_close(whole, x @ w.t(), rtol=1e-4, atol=1e-4)
+    for first, rows in [(3, n) for n in range(1, 20)] + [(0, 96), (90, 97), (7, 193)]:
+        assert torch.equal(
+            cpu_kernels.panel_product(x[first : first + rows], packed, None, 50), whole[first : first + rows]
+        )
+    half = cpu_kernels.pack_panels([w.bfloat16()])
+    rounded = cpu_kernels.panel_product(x, cpu_kernels.pack_panels([w.bfloat16().float()]), None, 50)
+    for rows in (1, 7, 12, 13, 97, 230):  # widened in registers or before
+        assert torch.equal(cpu_kernels.panel_product(x[:rows], half, None, 50), rounded[:rows])
+    assert cpu_kernels.panel_product(x[:0], packed, None, 50).shape == (0, 50)
+
+
+@pytest.mark.usefixtures("panels", "no_bf16_products")
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_what_is_packed_in_panels_has_the_bits_of_training(dtype, with_bias, monkeypatch):
+    if not cpu_kernels.has_panels():
+        pytest.skip("this version of oneDNN sums in another order")
+    weights = [numbers(n, 1100, seed=n, dtype=dtype) for n in (48, 16, 21)]
+    biases = [numbers(len(w), seed=9 + len(w), dtype=dtype) for w in weights] if with_bias else []
+    x, stack, parts = numbers(130, 1100, dtype=dtype), PackedLinear(), [PackedLinear(), PackedLinear(), PackedLinear()]
+    with torch.no_grad():
+        assert not stack.can_pack(x, weights, biases), "a width that is no multiple of 16"
+        for rows in (1, 2, 6, 130):
+            for i, (w, part) in enumerate(zip(weights, parts, strict=True)):
+                assert part.can_pack(x, [w], biases[i : i + 1])
+                assert torch.equal(part(x[:rows])[0], product(x, w, biases[i] if biases else None)[:rows])
+        assert parts[0].packed_bytes == 48 * 1100 * (2 if dtype == torch.bfloat16 else 4)
+        monkeypatch.setattr(cpu_kernels, "_loaded", None)
+        assert parts[0].can_pack(x, weights[:1], biases[:1]), "packed again for what computes now"
+        assert torch.equal(parts[0](x)[0], product(x, weights[0], biases[0] if biases else None))
 
 
 def changes(module):

@@ -331,6 +331,7 @@ void logprob_backward(const float *z, const int64_t *target, const float *top, c
 }
 
 constexpr int LANES = 16;  // tokens of a block of a decode step, and numbers of a head that are added at once
+#ifdef __AVX512F__
 typedef float lanes_t __attribute__((vector_size(4 * LANES)));
 typedef int32_t picks_t __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bits_t __attribute__((vector_size(4 * LANES)));
@@ -355,6 +356,55 @@ template <int bit> inline void fold(lanes_t *rows) {
         rows[i] = __builtin_shuffle(rows[i], rows[i + bit], kept) + __builtin_shuffle(rows[i], rows[i + bit], added);
 }
 
+inline void fetch(const void *, int64_t) {}  // has been measured with AVX2 alone
+#else  // the same numbers in two registers: what compilers make of one vector of 16 is a loop over its lanes
+typedef float half_t __attribute__((vector_size(2 * LANES)));
+typedef int32_t picks_t __attribute__((vector_size(2 * LANES)));
+typedef uint32_t bits_t __attribute__((vector_size(2 * LANES)));
+typedef uint16_t halves_t __attribute__((vector_size(LANES)));
+
+struct lanes_t {
+    half_t low, high;
+    lanes_t &operator+=(lanes_t b) { return low += b.low, high += b.high, *this; }
+};
+inline lanes_t operator+(lanes_t a, lanes_t b) { return {a.low + b.low, a.high + b.high}; }
+inline lanes_t operator*(lanes_t a, lanes_t b) { return {a.low * b.low, a.high * b.high}; }
+inline lanes_t operator*(lanes_t a, float b) { return {a.low * b, a.high * b}; }
+inline lanes_t operator*(float a, lanes_t b) { return b * a; }
+
+inline lanes_t load(const float *from) {
+    lanes_t out;
+    memcpy(&out.low, from, sizeof out.low);
+    memcpy(&out.high, from + LANES / 2, sizeof out.high);
+    return out;
+}
+inline half_t widened(const bf16 *from) {
+    halves_t bits;
+    memcpy(&bits, from, sizeof bits);
+    return (half_t)(__builtin_convertvector(bits, bits_t) << 16);
+}
+inline lanes_t load(const bf16 *from) { return {widened(from), widened(from + LANES / 2)}; }
+
+inline void fetch(const void *from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)from + at);
+}
+
+template <int bit> inline half_t folded(half_t a, half_t b) {
+    if (bit == 4) return __builtin_shuffle(a, b, picks_t{0, 1, 2, 3, 12, 13, 14, 15}) + __builtin_shuffle(a, b, picks_t{4, 5, 6, 7, 8, 9, 10, 11});
+    if (bit == 2) return __builtin_shuffle(a, b, picks_t{0, 1, 10, 11, 4, 5, 14, 15}) + __builtin_shuffle(a, b, picks_t{2, 3, 8, 9, 6, 7, 12, 13});
+    return __builtin_shuffle(a, b, picks_t{0, 9, 2, 11, 4, 13, 6, 15}) + __builtin_shuffle(a, b, picks_t{1, 8, 3, 10, 5, 12, 7, 14});
+}
+
+// Half as many vectors, each with the sums of two over lanes that are `bit` apart: the second one's where l & bit.
+template <int bit> inline void fold(lanes_t *rows) {
+    for (int i = 0; i < bit; i++) {
+        lanes_t a = rows[i], b = rows[i + bit];
+        if (bit == 8) rows[i] = {a.low + a.high, b.high + b.low};
+        else rows[i] = {folded<bit>(a.low, b.low), folded<bit>(a.high, b.high)};
+    }
+}
+#endif
+
 struct Contexts {
     const int64_t *own, *lengths, *prefix, *shared, *place;  // as in paged_layout.py: DecodeBatch; prefix may be null
     int64_t own_width, prefix_width, members;
@@ -367,6 +417,16 @@ struct Contexts {
     }
 };
 
+// Rows `first` to `first` + LANES of those that the slots name; zeros behind the last of `count`.
+template <class T>
+inline void read_block(const T *from, const int64_t *slots, int64_t first, int64_t count, int64_t size, lanes_t *block) {
+    int64_t parts = size / LANES, end = std::min(count - first, int64_t(LANES));
+    for (int64_t t = first + LANES; t < std::min(count, first + 2 * LANES); t++) fetch(from + slots[t] * size, size * sizeof(T));
+    for (int64_t t = 0; t < end; t++)
+        for (int64_t i = 0; i < parts; i++) block[t * parts + i] = load(from + slots[first + t] * size + i * LANES);
+    for (int64_t i = end * parts; i < LANES * parts; i++) block[i] = lanes_t{0};
+}
+
 // One request and key head: `repeats` queries over the tokens they see, 16 at a time, always from the first one on.
 template <class T>
 void decode_one(const T *q, const T *keys, const T *values, T *out, const int64_t *slots, int64_t count,
@@ -376,10 +436,7 @@ void decode_one(const T *q, const T *keys, const T *values, T *out, const int64_
     lanes_t *scores = block + LANES * parts;  // [repeats, blocks]
     for (int64_t i = 0; i < repeats * parts; i++) query[i] = load(q + i * LANES), sums[i] = lanes_t{0};
     for (int64_t b = 0; b < blocks; b++) {
-        for (int64_t t = 0; t < LANES; t++)
-            for (int64_t i = 0; i < parts; i++)
-                block[t * parts + i] =
-                    b * LANES + t < count ? load(keys + slots[b * LANES + t] * size + i * LANES) : lanes_t{0};
+        read_block(keys, slots, b * LANES, count, size, block);
         for (int64_t r = 0; r < repeats; r++) {
             lanes_t rows[LANES];
             for (int64_t t = 0; t < LANES; t++) {
@@ -408,10 +465,7 @@ void decode_one(const T *q, const T *keys, const T *values, T *out, const int64_
         for (int64_t t = 0; t < blocks * LANES; t++) own[t] = rounded<T>(own[t] * inverse);
     }
     for (int64_t b = 0; b < blocks; b++) {
-        for (int64_t t = 0; t < LANES; t++)
-            for (int64_t i = 0; i < parts; i++)
-                block[t * parts + i] =
-                    b * LANES + t < count ? load(values + slots[b * LANES + t] * size + i * LANES) : lanes_t{0};
+        read_block(values, slots, b * LANES, count, size, block);
         for (int64_t r = 0; r < repeats; r++) {
             const float *weights = (const float *)(scores + r * blocks + b);
             for (int64_t i = 0; i < parts; i++) {

@@ -1,4 +1,5 @@
 """What stands between the products of a transformer on a CPU, one pass each (cpu_kernels.cpp); float32 and bfloat16.
+On CPUs with AVX2 alone also the products with packed weights (cpu_product.cpp).
 
     rms_norm    y = w · x̂,  x̂ = x r,  r = 1 / sqrt(mean(x²) + eps)     dx = r (g w - x̂ mean(g w x̂)),  dw = sum_rows g x̂
     swiglu      y = silu(g) · u                                          dg = dy u σ(g) (1 + g (1 - σ(g))),  du = dy silu(g)
@@ -7,6 +8,7 @@
     decode      the same for one query a request, over keys and values where they lie in the cache
     add         an fp32 sum += a bfloat16 gradient
     logprobs    of chosen tokens, with entropies                         formulas in train/logprobs.py
+    product     y = x wᵀ + b, of w in panels [O / 16, I, 16]             none: training multiplies through oneDNN
 
 torch reads and writes what a norm needs seven times, and a bfloat16 number beside a float32 one is first copied. Trainer
 and engine both call these, in every pass: what decides is the model and the sizes of a call, and never what a pass wants,
@@ -18,11 +20,14 @@ one pass over the scores, in their place.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from rondel.models.processor import has_avx2_alone
 
 if TYPE_CHECKING:
     from rondel.models.dense_attention import ScoreRule
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
 LOOPS, PLAIN_KERNELS = "loops in C++", "torch's operations"
 CODES = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16  # numbers of a head that a decode step adds at once
+PANEL = 16  # rows of a weight that are packed together, as in cpu_product.cpp
+PROOF = ((80, 48), (37, 100), (49, 2100))  # O and I of the weights of which a product is asked both ways
 ROWS = 64  # of a norm whose share of the weight's gradient is summed one after the other
 PLAIN = (Tensor, nn.Parameter)  # a copy that `contiguous` makes needs a name: without one it is freed before it is read
 
@@ -333,3 +340,56 @@ def attend_decode(q: Tensor, keys: Tensor, values: Tensor, contexts: DecodeConte
         rule.scale, torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+# -- products with packed weights -----------------------------------------------------------------------
+
+
+def has_panels() -> bool:
+    """Whether products with packed weights go this way here: on CPUs with AVX2 alone, if their bits are oneDNN's.
+
+    Each sum takes up to 1,024 products in their order, none of them rounded, and sums of what is longer are added. So do
+    oneDNN's in version 3.12, in training, too: a row's bits are the same in engine and trainer, alone and in company.
+    But for few rows oneDNN reads weights at half the speed of this memory, and bfloat16 ones as copies in fp32.
+    """
+    return _loaded is not None and has_avx2_alone() and _have_equal_bits()
+
+
+def pack_panels(weights: list[Tensor]) -> Tensor:
+    """Weights [O_i, I], of which all but the last have whole panels -> [panels, I, 16] in float32 or bfloat16."""
+    weights = [w.detach().contiguous() for w in weights]
+    counts, inside = [-(-len(w) // PANEL) for w in weights], weights[0].shape[1]
+    panels = torch.empty(sum(counts), inside, PANEL, dtype=weights[0].dtype)
+    for weight, part in zip(weights, panels.split(counts), strict=True):
+        library().rondel_pack(
+            CODES[weight.dtype], weight.data_ptr(), part.data_ptr(), inside, len(weight),
+            torch.get_num_threads(),
+        )  # fmt: skip
+    return panels
+
+
+def panel_product(x: Tensor, panels: Tensor, bias: Tensor | None, width: int) -> Tensor:
+    """x [..., I], bias [width] in fp32 -> [..., width] in fp32."""
+    x = x.contiguous()
+    out, inside = torch.empty(*x.shape[:-1], width, dtype=torch.float32), x.shape[-1]
+    assert x.dtype == torch.float32 and panels.shape[1] == inside, (x.dtype, x.shape, panels.shape)
+    library().rondel_product(
+        CODES[panels.dtype], x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(),
+        out.data_ptr(), x.numel() // inside, inside, width, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _have_equal_bits() -> bool:
+    """Whether oneDNN's products have these bits, which is a matter of its version."""
+    generator = torch.Generator().manual_seed(0)
+    for width, inside in PROOF:
+        x, weight, bias = (
+            torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
+            for shape in ((PANEL, inside), (width, inside), (width,))
+        )
+        theirs = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        if not torch.equal(theirs, panel_product(x, pack_panels([weight]), bias, width)):
+            return False
+    return True

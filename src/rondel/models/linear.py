@@ -4,11 +4,12 @@ oneDNN reaches twice MKL's speed in fp32 where MKL does not know the processor, 
 packed weights save the reordering of a weight at every call, and a row's result does not
 depend on how many rows there are (`_in_company`), which is what aligned numerics need.
 
-    grad mode off    Stack: weights that read the same input (q, k, v; gate, up) lie packed
+    grad mode off    PackedLinear: weights that read the same input (q, k, v; gate, up) lie packed
                      below each other where their widths are multiples of 16: one product
     grad mode on     product: fp32 through oneDNN forward and backward; bf16 gets there by torch's own way
     bf16 on a CPU    without bf16 instructions: the fp32 product of the same numbers, rounded to bf16, which is what
                      such instructions compute; oneDNN's emulation takes five times as long
+    AVX2 alone       packed products go by a loop of our own with oneDNN's bits (models/cpu_kernels.py: has_panels)
 
 A packed copy notices when its weights change: before every use it compares their storage
 and version counter with what it packed. Who writes them where torch does not count
@@ -32,9 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rondel.models.cpu_kernels import add_gradient, join_halves
+from rondel.models.cpu_kernels import add_gradient, has_panels, join_halves, pack_panels, panel_product
 from rondel.models.main_grad import Stamp, main_grad, stamp_of
-from rondel.models.processor import HALVES, is_widened, knows_mkl
+from rondel.models.processor import HALVES, has_avx2_alone, is_widened, knows_mkl
 from rondel.models.torch_library import LIBRARY
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -101,7 +102,17 @@ def _fp32_mkldnn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a [M, N] @ b [N, P] -> [M, P], not differentiable: `product` in the notation of gradients."""
+    if _is_faster_by_mkl(a, b):
+        return torch.mm(a.float(), b.float()).to(b.dtype)
     return product(a, b.t())
+
+
+def _is_faster_by_mkl(a: Tensor, b: Tensor) -> bool:
+    """Whether products of a gradient go to MKL: on CPUs with AVX2 alone, where oneDNN takes 1.1 to 1.5 times as long. The
+    products of values do not: their bits are those of the engine's.
+    """
+    fp32 = all(type(x) in (nn.Parameter, Tensor) and (x.dtype == torch.float32 or is_widened(x.dtype)) for x in (a, b))
+    return fp32 and a.is_cpu and has_avx2_alone() and knows_mkl()
 
 
 def add_product(main: Tensor, a: Tensor, b: Tensor) -> None:
@@ -110,7 +121,11 @@ def add_product(main: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(main, a.t(), b, out_dtype=torch.float32, out=main)
         return
     for first in range(0, len(main), ROWS):
-        add_gradient(main[first : first + ROWS], product(a[:, first : first + ROWS].t(), b.t()))
+        part, own = main[first : first + ROWS], a[:, first : first + ROWS].t()
+        if _is_faster_by_mkl(a, b):
+            part.addmm_(own.float(), b.float())
+        else:
+            add_gradient(part, product(own, b.t()))
 
 
 class LinearProduct(torch.autograd.Function):
@@ -125,7 +140,7 @@ class LinearProduct(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         flat = grad.flatten(0, -2)
         return (
-            _mkldnn_linear(grad, weight.t(), None) if wants_x else None,
+            matmul(flat, weight).view_as(x) if wants_x else None,
             _weight_gradient(weight, flat, x.flatten(0, -2)) if wants_weight else None,
             flat.sum(0) if wants_bias else None,
         )
@@ -136,7 +151,7 @@ def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     returned.
     """
     if (main := main_grad(weight)) is None:
-        return _mkldnn_linear(grad.t(), x.t(), None)
+        return matmul(grad.t(), x)
     grad, x = grad.float(), x.float()
     if knows_mkl():
         main.addmm_(grad.t(), x)  # three quarters of the time of the product and the sum
@@ -222,7 +237,8 @@ class PackedLinear:
             if all(_is_packable(w) for w in weights)
             else []
         )
-        if stamp != self.stamp:
+        moved = self._packed is not None and self._packed[0].is_mkldnn == _in_panels(weights[0].dtype)
+        if stamp != self.stamp or moved:
             if stamp and (self._packed is not None or _has_spare_memory(weights)):
                 self._pack_weights(weights, biases)
                 self.stamp = stamp
@@ -231,12 +247,16 @@ class PackedLinear:
         return self._packed is not None
 
     def _pack_weights(self, weights: list[Tensor], biases: list[Tensor]) -> None:
-        weight = torch.cat([w.detach() for w in weights]) if len(weights) > 1 else weights[0].detach()
         bias = torch.cat([b.detach() for b in biases]) if biases else None
-        if is_widened(weight.dtype):
-            weight, bias = weight.float(), None if bias is None else bias.float()
-        self._size = weight.nbytes
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64), bias, [w.shape[0] for w in weights]
+        if is_widened(weights[0].dtype):
+            bias = None if bias is None else bias.float()
+        held = [w.detach().to(_packed_dtype(w.dtype)) for w in weights]
+        if _in_panels(weights[0].dtype):
+            packed = pack_panels(held)
+        else:
+            packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(held) if len(held) > 1 else held[0], 64)
+        self._size = packed.numel() * held[0].element_size()
+        self._packed = packed, bias, [len(w) for w in weights]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """After `carries`: x [..., I] -> [..., O_i] for each of the weights."""
@@ -246,17 +266,19 @@ class PackedLinear:
 
     def forward_joined(self, x: Tensor) -> Tensor:
         """The same as one tensor [..., sum of O_i]."""
-        assert self._packed is not None
-        if is_widened(x.dtype):
-            return _mkldnn_linear(x.float(), *self._packed[:2]).to(x.dtype)
-        return _mkldnn_linear(x, *self._packed[:2])
+        return self._multiply(x.float()).to(x.dtype) if is_widened(x.dtype) else self._multiply(x)
 
     def fp32_product(self, x: Tensor) -> Tensor:
         """`fp32_product` with what is packed."""
-        assert self._packed is not None
         if is_widened(x.dtype) or x.dtype == torch.float32:
-            return _mkldnn_linear(x.float(), *self._packed[:2])
+            return self._multiply(x.float())
+        assert self._packed is not None
         return _fp32_mkldnn_linear(x, *self._packed[:2])
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        assert self._packed is not None
+        packed, bias, sizes = self._packed
+        return _mkldnn_linear(x, packed, bias) if packed.is_mkldnn else panel_product(x, packed, bias, sum(sizes))
 
     @property
     def packed_bytes(self) -> int:
@@ -445,8 +467,18 @@ def _available(dtype: torch.dtype) -> bool:
     return torch.allclose(ours.float(), F.linear(x.float(), w.float()), atol=0.05 if dtype == torch.bfloat16 else 1e-5)
 
 
+def _in_panels(dtype: torch.dtype) -> bool:
+    """Whether weights are packed as models/cpu_kernels.py has them, and not as oneDNN does."""
+    return (dtype == torch.float32 or is_widened(dtype)) and has_panels()
+
+
+def _packed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of packed weights: panels of bfloat16 are multiplied in fp32 as they are."""
+    return torch.float32 if is_widened(dtype) and not (dtype == torch.bfloat16 and _in_panels(dtype)) else dtype
+
+
 def _has_spare_memory(weights: list[Tensor]) -> bool:
-    need = sum(w.numel() * (4 if is_widened(w.dtype) else w.element_size()) for w in weights)
+    need = sum(w.numel() * _packed_dtype(w.dtype).itemsize for w in weights)
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > SPARE * need
     except (ValueError, OSError):  # not Linux

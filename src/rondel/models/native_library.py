@@ -1,4 +1,4 @@
-"""cpu_kernels.cpp, compiled for this processor at first use and kept: takes 3 seconds once a machine.
+"""cpu_kernels.cpp and cpu_product.cpp, compiled for this processor at first use and kept: takes 3 seconds once a machine.
 
     $RONDEL_CACHE/kernels/<digest>.so     of the source, the compiler, its options and what the processor can
 
@@ -29,7 +29,7 @@ from rondel.core.errors import UserError
 from rondel.core.events import Warned, emit
 
 SWITCH = "RONDEL_CPU_KERNELS"
-SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernels.cpp", "cpu_product.cpp")]
 OPTIONS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LONGEST = 300.0  # seconds that a compiler may take, and the one who waits for it
 
@@ -47,6 +47,8 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_logprob_backward": [CODE, *[PLACE] * 8, WHOLE, WHOLE, REAL, REAL, THREADS],
     "rondel_add": [PLACE, PLACE, WHOLE, THREADS],
     "rondel_join": [PLACE, PLACE, PLACE, WHOLE, THREADS],
+    "rondel_pack": [CODE, PLACE, PLACE, WHOLE, WHOLE, THREADS],
+    "rondel_product": [CODE, *[PLACE] * 4, *[WHOLE] * 3, THREADS],
     "rondel_decode": [CODE, *[PLACE] * 9, *[WHOLE] * 10, REAL, THREADS],
 }
 
@@ -63,7 +65,7 @@ def chosen_library() -> ctypes.CDLL | None:
 
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
-    """The functions of cpu_kernels.cpp; None, and a warning, where there is no compiler, or it fails."""
+    """The functions of `SOURCES`; None, and a warning, where there is no compiler, or it fails."""
     compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
     if compiler is None:
         emit(
@@ -96,7 +98,14 @@ def _compiled(compiler: str) -> Path:
     command = [compiler, *OPTIONS, *_options()]
     program = Path(compiler).resolve()
     found = program.stat()  # asking it for its version takes a process each time
-    made_of = "\n".join([SOURCE.read_text(), *command, f"{program} {found.st_size} {found.st_mtime_ns}", _processor()])
+    made_of = "\n".join(
+        [
+            *(file.read_text() for file in SOURCES),
+            *command,
+            f"{program} {found.st_size} {found.st_mtime_ns}",
+            _processor(),
+        ]
+    )
     folder = Path(os.environ.get("RONDEL_CACHE", Path.home() / ".cache" / "rondel")) / "kernels"
     file = folder / f"{hashlib.blake2b(made_of.encode(), digest_size=12).hexdigest()}.so"
     if file.is_file():
@@ -106,7 +115,7 @@ def _compiled(compiler: str) -> Path:
         if not file.is_file():
             with tempfile.TemporaryDirectory(dir=folder) as draft:
                 made = Path(draft) / file.name
-                command = [*command, "-shared", "-fPIC", str(SOURCE), "-o", str(made), *_thread_pool()]
+                command = [*command, "-shared", "-fPIC", *map(str, SOURCES), "-o", str(made), *_thread_pool()]
                 subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, check=True)
                 made.replace(file)
     return file
