@@ -167,7 +167,7 @@ def panels(monkeypatch) -> Iterator[None]:
     if (library := native_library.native_library()) is None:
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(cpu_kernels, "_loaded", library)
-    monkeypatch.setattr(cpu_kernels, "has_avx2_alone", lambda: True)
+    monkeypatch.setattr(linear, "has_avx2_alone", lambda: True)
 
 
 @pytest.mark.usefixtures("panels")

@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+COMPARED = 64  # of the logprobs of a row that ranks compare with each other
+
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
@@ -109,6 +111,13 @@ def gather_columns(x: Tensor, widths: Sequence[int], ranks: RankGroup) -> Tensor
     """This rank's columns [C, width] -> all columns [C, sum of widths] on the first rank."""
     parts = ranks.gather_first(F.pad(x, (0, max(widths) - x.shape[1])).contiguous())
     return torch.cat([part[:, :width] for part, width in zip(parts, widths)], 1) if parts else None
+
+
+def compared_columns(z: Tensor) -> Tensor:
+    """Logits [C, V] -> logprobs [C, about COMPARED] of tokens evenly among all, in which ranks with the same weights
+    agree: each of them depends on every weight.
+    """
+    return z.log_softmax(-1)[:, :: max(1, z.shape[1] // COMPARED)].contiguous()
 
 
 def own_run(x: Tensor, lengths: Sequence[int], ranks: RankGroup) -> Tensor:

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rondel.models.processor import has_avx2_alone
 
 if TYPE_CHECKING:
     from rondel.models.dense_attention import ScoreRule
@@ -346,13 +345,14 @@ def attend_decode(q: Tensor, keys: Tensor, values: Tensor, contexts: DecodeConte
 
 
 def has_panels() -> bool:
-    """Whether products with packed weights go this way here: on CPUs with AVX2 alone, if their bits are oneDNN's.
+    """Whether products with packed weights can go this way here: where the loops are and their bits are oneDNN's. Faster
+    they are on CPUs with AVX2 alone.
 
     Each sum takes up to 1,024 products in their order, none of them rounded, and sums of what is longer are added. So do
     oneDNN's in version 3.12, in training, too: a row's bits are the same in engine and trainer, alone and in company.
     But for few rows oneDNN reads weights at half the speed of this memory, and bfloat16 ones as copies in fp32.
     """
-    return _loaded is not None and has_avx2_alone() and _have_equal_bits()
+    return _loaded is not None and _have_equal_bits()
 
 
 def pack_panels(weights: list[Tensor]) -> Tensor:

@@ -469,7 +469,7 @@ def _available(dtype: torch.dtype) -> bool:
 
 def _in_panels(dtype: torch.dtype) -> bool:
     """Whether weights are packed as models/cpu_kernels.py has them, and not as oneDNN does."""
-    return (dtype == torch.float32 or is_widened(dtype)) and has_panels()
+    return (dtype == torch.float32 or is_widened(dtype)) and has_avx2_alone() and has_panels()
 
 
 def _packed_dtype(dtype: torch.dtype) -> torch.dtype:

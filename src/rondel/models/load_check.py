@@ -23,14 +23,6 @@ from rondel.models.routing_tape import RoutingTape, use_tape
 
 # mean logprob difference to the model's own attention
 PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
-COLUMNS = 64  # of the logprobs of a row that ranks compare with each other
-
-
-def compared_columns(z: torch.Tensor) -> torch.Tensor:
-    """Logits [C, V] -> logprobs [C, about COLUMNS] of tokens evenly among all, in which ranks with the same weights
-    agree: each of them depends on every weight.
-    """
-    return z.log_softmax(-1)[:, :: max(1, z.shape[1] // COLUMNS)].contiguous()
 
 
 def check_loaded(

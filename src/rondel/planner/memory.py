@@ -378,7 +378,7 @@ def engine_memory(setting: Workload) -> dict[str, dict[str, float]]:
     trainer's weights, so they are counted there.
     """
     held = kv_tokens(setting) * setting.shape.kv_bytes(setting.width, tensor=setting.tensor)
-    asleep = ("train", "logprob", "sync") if setting.offload and not setting.split else ()
+    asleep = _cache_rests(setting)
     routes = 0.0 if setting.hardware.on_gpu else route_record_bytes(setting)["routes of cached tokens"]
     return _engine_without_cache(setting) | {
         "KV cache": {phase: 0.0 if phase in asleep else held for phase in PHASES},
@@ -395,6 +395,14 @@ def route_record_bytes(setting: Workload) -> dict[str, float]:
     }
 
 
+def _cache_rests(setting: Workload) -> tuple[str, ...]:
+    """The phases without the engine's cache: under `offload`, and on a CPU wherever no request is parked then
+    (runtime/devices.py).
+    """
+    idle = not (setting.hardware.on_gpu or setting.staleness or setting.oversamples)
+    return ("train", "logprob", "sync") if not setting.split and (setting.offload or idle) else ()
+
+
 def _route_bytes(setting: Workload) -> int:
     """A token's record, in an engine that has pages for what it runs at its longest."""
     pages = setting.pages or setting.running * (setting.prompt + setting.output)
@@ -406,10 +414,12 @@ def _engine_without_cache(setting: Workload) -> dict[str, dict[str, float]]:
     s = setting.shape
     own = not setting.has_one_module
     weights = setting.engine_weight_bytes * setting.engine_share
-    asleep = ("train", "logprob", "sync") if setting.offload and not setting.split else ()
+    asleep = _cache_rests(setting)
     rows: dict[str, dict[str, float]] = {}
     if own:
-        away = ("train", "logprob") if asleep else ()  # a copy of its own can be let go while others train
+        away = (
+            ("train", "logprob") if asleep and setting.offload else ()
+        )  # a copy of its own can be let go while others train
         rows["engine weights"] = {phase: 0.0 if phase in away else weights for phase in PHASES}
         rows["sync buckets"] = {"sync": 0.0 if staged_bytes(setting) else 2.0 * BUCKET}
         rows["staged weights"] = {"sync": staged_bytes(setting)}

@@ -82,6 +82,7 @@ class Workload:
     micro: int = 16384
     running: int = 256
     staleness: int = 0
+    oversamples: bool = False
     in_flight: str = "hold"
     updates: int = 1
     epochs: int = 1
@@ -295,6 +296,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         image=image,
         tower=job.model.vision.tower == "trained",
         assumed=tuple(assumed),
+        oversamples=job.loop.oversample.groups > 0,
         **loop_fields(job),
     )
 

@@ -297,7 +297,8 @@ class BuiltinEngine:
             self.pages.release_memory()
             if self.runner.states is not None:
                 self.runner.states.memory.clear()
-            self.runner.eyes.forget_features()
+            if self.loaded.sight is not None:
+                self.runner.eyes.forget_features()
             if self.runner.draft is not None:
                 self.runner.draft.release_memory()
             if self.claim is not None:

@@ -17,8 +17,8 @@ from rondel.generate.engine.builtin.part_receiver import PartReceiver
 from rondel.generate.engine.builtin.shared_pools import SharedPools
 from rondel.generate.engine.builtin.states import StateMemory
 from rondel.models.cache_pools import LayerPools
+from rondel.models.collectives import compared_columns
 from rondel.models.layout_message import rebuild_layout
-from rondel.models.load_check import compared_columns
 from rondel.models.main_grad import weights_changed
 from rondel.models.recurrent.layout import SlotStates
 

@@ -21,8 +21,9 @@ from rondel.core.errors import EngineError
 from rondel.generate.engine.builtin.idle_pass import idle_pass
 from rondel.generate.engine.builtin.lead_rank import LeadRank, RecordedStates
 from rondel.generate.engine.builtin.runner import ModelRunner
+from rondel.models.collectives import compared_columns
 from rondel.models.layout_message import describe_layout, own_slots
-from rondel.models.load_check import PARITY, compared_columns
+from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.paged_layout import PagedLayout
 
