@@ -100,7 +100,9 @@ def main(argv: list[str] | None = None) -> None:
             for name in passes:
                 engine.runner.hidden, engine.serving.ahead = passes[name]
                 engine.scheduler.drop_cache(engine.version)
-                spent[name] += [median(asyncio.run(steps(engine, n, a.context, a.new, seed)))] * (seed > 0)
+                spent[name] += [median(clock for clock, _ in asyncio.run(steps(engine, n, a.context, a.new, seed)))] * (
+                    seed > 0
+                )
         read = element * weights + n * (a.context + a.new / 2) * token
         row: dict[str, Any] = {"bytes": round(read)}
         for name, seconds in spent.items():

@@ -15,7 +15,7 @@ SHARED = {"place__kind": "shared", "place__ranks": 2}
 def test_ranks_and_engines_on_the_same_devices_learn_what_one_device_learns(tmp_path):
     run(tmp_path / "one", loop__steps=3)
     run(tmp_path / "two", loop__steps=3, **SHARED)
-    check(tmp_path / "two", staleness=0, total=9)
+    check(tmp_path / "two", staleness=0, total=6)
     one, two = (events(tmp_path / name, "StepDone") for name in ("one", "two"))
     for a, b in zip(one, two, strict=True):
         assert b["metrics"]["train/loss"] == pytest.approx(a["metrics"]["train/loss"], rel=1e-4)
@@ -36,7 +36,7 @@ def test_a_mesh_on_shared_devices_resumes(tmp_path):
     how = {"place__kind": "shared", "place__mesh": {"tp": 2}}
     run(tmp_path, loop__steps=2, **how)
     run(tmp_path, loop__steps=3, **how)
-    check(tmp_path, staleness=0, total=9)
+    check(tmp_path, staleness=0, total=6)
 
 
 @pytest.mark.parametrize(

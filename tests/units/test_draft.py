@@ -145,7 +145,7 @@ DRAFT = {"kind": "draft", "k": 2, "lr": 1e-2, "model": SMALL | {"max_position_em
 @pytest.mark.slow
 def test_a_run_with_a_draft_and_its_resume(tmp_path):
     folder = tmp_path / "run"
-    how = {"engine__speculative": DRAFT, "loop__steps": 3}
+    how = {"engine__speculative": DRAFT, "loop__warmup__steps": 6, "loop__steps": 3}
     assert run_and_die(folder, ("StepDone", 8), **how) == -9
     saved = sorted((folder / "checkpoints").glob("step-*"))[-1]
     assert "draft.safetensors" in json.loads((saved / "manifest.json").read_text())["files"]

@@ -177,6 +177,7 @@ def test_a_run_comes_closer_to_its_teacher(tmp_path):
         algo__kind="opd",
         algo__distill={"kind": "full"},
         model__teacher=TEACHER,
+        loop__warmup__steps=6,
         loop__steps=8,
         trainer__lr=3e-3,
     )

@@ -151,7 +151,7 @@ def test_each_source_has_its_environment_its_row_and_its_numbers(tmp_path):
         parts.close()
     assert verdicts["sums"].keep and not verdicts["twice"].keep, "a group passes the filters of its own row"
     run(tmp_path / "b", task__data=TWO, algo__sources={"twice": {"kind": "rloo"}}, loop__steps=2)
-    rows = store.read_step(tmp_path / "b", 7)
+    rows = store.read_step(tmp_path / "b", 4)
     assert {
         len([1 for a, b in pairwise([False, *r["mask"]]) if b and not a]) for r in rows if r["env"] != "single_turn"
     } == {2}

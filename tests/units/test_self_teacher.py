@@ -196,7 +196,7 @@ def test_a_context_that_cannot_be_is_refused(teacher, says):
 @pytest.mark.parametrize("kind", ["opsd", "rlsd"])
 def test_a_run_teaches_itself_and_stores_what_its_teacher_read(tmp_path, kind):
     run(tmp_path, algo__kind=kind, model__teacher=[{"context": CONTEXT}], loop__steps=2)
-    groups = store.groups_of(store.read_step(tmp_path, 8))
+    groups = store.groups_of(store.read_step(tmp_path, 5))
     found = [t for g in groups for t in g.trajectories if t.written]
     assert found and all(len(t.teacher_prompts) == 1 and t.teacher_prompts[0] for t in found)
     assert all(len(t.teacher_prompts[0]) > t.mask.index(True) for t in found)

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kits.training_backend import CountingBackend
@@ -39,6 +39,7 @@ def test_messages_come_back(fields, numbers):
 
 
 @given(st.binary())
+@example(b")\x15\0\0\0\0\0\x80\0")  # a number of four bytes where a double stands
 def test_bytes_that_are_no_request_are_refused_and_nothing_worse(data):
     with suppress(UserError):
         read_forward_request(data)

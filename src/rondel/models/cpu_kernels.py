@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-
 if TYPE_CHECKING:
     from rondel.models.dense_attention import ScoreRule
 

@@ -101,9 +101,9 @@ def _fp32_mkldnn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, N] @ b [N, P] -> [M, P], not differentiable: `product` in the notation of gradients."""
+    """a [..., N] @ b [N, P] -> [..., P], not differentiable: `product` in the notation of gradients."""
     if _is_faster_by_mkl(a, b):
-        return torch.mm(a.float(), b.float()).to(b.dtype)
+        return torch.matmul(a.float(), b.float()).to(b.dtype)
     return product(a, b.t())
 
 

@@ -71,7 +71,10 @@ def read_place(body: bytes) -> tuple[str, int]:
 
 
 def _double(message: Message, number: int) -> float:
-    return float(struct.unpack("<d", read_bytes(message, number) or bytes(8))[0])
+    eight = read_bytes(message, number) or bytes(8)
+    if len(eight) != 8:
+        raise UserError(f"field {number} of loss_fn_config has {len(eight)} bytes and should be a double, of 8")
+    return float(struct.unpack("<d", eight)[0])
 
 
 def _read_examples(data: list[Message]) -> list[Example]:

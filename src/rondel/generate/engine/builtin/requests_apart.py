@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rondel.core.errors import EngineError
+from rondel.core.errors import ConfigError, EngineError
 from rondel.generate.engine.builtin.idle_pass import idle_pass
 from rondel.generate.engine.builtin.lead_rank import LeadRank, RecordedStates
 from rondel.generate.engine.builtin.runner import ModelRunner
@@ -53,6 +53,13 @@ class ApartLayout:
 
 class ApartRunner(ModelRunner):
     """Steps of requests that lie in the caches of several ranks."""
+
+    def __init__(self, *given: Any, draft: Any = None, **more: Any) -> None:
+        if draft is not None:
+            raise ConfigError(
+                "ranks with requests of their own have no cache for a draft model: look guesses up instead"
+            )
+        super().__init__(*given, **more)
 
     def pack_step(
         self, chunks: list[TokenFeed], single: list[TokenFeed], unread: Tensor | None
