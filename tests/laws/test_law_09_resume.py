@@ -24,6 +24,7 @@ from kits.recordings import SPLIT, Straggler, again, record
 from kits.runs import FAST, RECIPE, balances, events, final, steps
 from kits.sweeps import covering
 from kits.train import awkward_groups, batch, bits, model, row, step, trainer
+from rondel.assemble.arithmetic import arithmetic_of
 from rondel.assemble.facts import warn_of_other_arithmetic
 from rondel.cli.replay import run as replay_command
 from rondel.core.errors import ConfigError
@@ -87,6 +88,27 @@ def test_other_arithmetic_than_the_run_began_with_is_named(tmp_path, whole):
     assert "OMP_NUM_THREADS=1 takes as many threads" in last and "KERNELS" not in last
     assert f"step 1 is replayed with other arithmetic (kernels: {PLAIN_KERNELS}, and was {LOOPS})" in first
     assert "RONDEL_CPU_KERNELS=1 in the environment" in first
+
+
+@pytest.mark.parametrize(
+    ("facts", "was"), [({"cpu_kernels": LOOPS}, LOOPS), ({}, PLAIN_KERNELS)], ids=["its kernels alone", "nothing"]
+)
+def test_a_journal_of_an_older_version_names(tmp_path, facts, was):
+    journal = Journal(tmp_path)
+    journal.write(RunStarted(str(tmp_path), "h", facts))
+    journal.close()
+    told: list[str] = []
+    forget = subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+    for now in (LOOPS, PLAIN_KERNELS):
+        warn_of_other_arithmetic("the run goes on", tmp_path, {"arithmetic": {"kernels": now, "torch": "2.14.0"}})
+    warn_of_other_arithmetic("the run goes on", tmp_path, {"arithmetic": {"torch": "2.14.0", "device": "mps"}})
+    forget()
+    [only] = told
+    assert f"and was {was})" in only
+
+
+def test_a_device_that_is_neither_cpu_nor_cuda_has_its_name():
+    assert arithmetic_of(torch.device("mps"), 1, has_loops=True) == {"torch": torch.__version__, "device": "mps"}
 
 
 @pytest.mark.slow

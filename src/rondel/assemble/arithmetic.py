@@ -15,7 +15,8 @@ def arithmetic_of(device: torch.device, threads: int, *, has_loops: bool) -> dic
     whether the model is one that takes the loops of a CPU.
     """
     if device.type != "cpu":
-        return {"torch": torch.__version__, "device": torch.cuda.get_device_name(device)}
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return {"torch": torch.__version__, "device": name}
     return {
         "torch": torch.__version__,
         **({"kernels": kernels_of(device)} if has_loops else {}),

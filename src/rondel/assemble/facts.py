@@ -18,7 +18,7 @@ from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.events import Warned, emit
 from rondel.core.types import POLICY, Task
-from rondel.models.cpu_kernels import LOOPS
+from rondel.models.cpu_kernels import LOOPS, PLAIN_KERNELS
 from rondel.models.native_library import SWITCH
 from rondel.planner.flow_cost import flow_memory_bills
 from rondel.planner.flow_shape import is_planned_flow
@@ -157,13 +157,17 @@ def warn_of_other_arithmetic(what: str, folder: Path, now: dict[str, Any], step:
     what    what happens with it: "the run goes on"
     step    of several starts of the run the one that did this step; None: the last one
     """
-    begun: dict[str, Any] = {}
+    begun: dict[str, Any] | None = None
     for event in read(folder):
         if event["kind"] == "RunStarted":
             begun = event["facts"]
         elif event["kind"] == "StepDone" and event["step"] == step:
             break
-    was, here = (facts.get("arithmetic", {}) for facts in (begun, now))
+    if begun is None:
+        return
+    was, here = begun.get("arithmetic"), now.get("arithmetic", {})
+    if was is None:  # before 2026-11-28 a run named its kernels alone, and earlier ones had torch's operations
+        was = {"kernels": begun.get("cpu_kernels", PLAIN_KERNELS)}
     changes = [f"{name}: {here[name]}, and was {was[name]}" for name in was if here.get(name, was[name]) != was[name]]
     if not changes:
         return

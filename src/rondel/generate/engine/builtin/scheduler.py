@@ -112,7 +112,7 @@ class Scheduler:
 
     def _waiting_order(self, version: int, budget: int) -> list[SequenceState]:
         """Those that wait, the longest cached prefix first (arXiv:2312.07104), equal ones in the order of arrival: what
-        is cached is used before it is evicted. Before them those whose prompt is cached for the most part: little of it is left to compute.
+        is cached is used before it is evicted. Before them those whose prompt is cached for the most part.
 
         Retracted requests, recorded ones, and one that was overtaken `OVERTAKEN` times are
         overtaken by nobody, so nobody waits for ever.
