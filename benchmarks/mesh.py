@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="rondel bench mesh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--meshes", nargs="+", default=MESHES, metavar="AXIS=N,...")
-    parser.add_argument("--families", nargs="+", default=list(MODELS))
+    parser.add_argument("--families", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rows", nargs="+", default=ROWS)
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--samples", type=int, default=4)
