@@ -1,6 +1,6 @@
 """`python -m rondel` is `rondel`."""
 
-from rondel.cli import main
+from rondel.cli import run_program
 
 if __name__ == "__main__":
-    main()
+    run_program()

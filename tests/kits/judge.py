@@ -13,10 +13,11 @@ from starlette.routing import Route
 
 class Fake:
     """`with Fake(answer) as fake`: `answer(number, body)` is text, a dict, or (status, text,
-    headers); a float is a wait before nothing.
+    headers); a float is a wait before nothing. The first `held` requests wait a second, in which others come.
     """
 
-    def __init__(self, answer):
+    def __init__(self, answer, held=0):
+        self.held = held
         self.answer, self.seen, self.times, self.open, self.most, self.keys = answer, [], [], 0, 0, []
         app = Starlette(routes=[Route("/{path:path}", self._serve, methods=["POST"])])
         self.server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
@@ -31,7 +32,7 @@ class Fake:
         self.open += 1
         self.most = max(self.most, self.open)
         try:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(1.0 if number < self.held else 0.01)
             said = self.answer(number, body)
             if isinstance(said, float):
                 await asyncio.sleep(said)

@@ -253,7 +253,7 @@ def test_a_remote_reward(batch):
         return rewarded(number, body) if batch == 1 else {"rewards": [rewarded(number, item) for item in body["items"]]}
 
     calls = [(said(str(n + 6 + n % 3)), task(n)) for n in range(30)]
-    with Fake(answer) as fake:
+    with Fake(answer, held=3 if batch > 1 else 0) as fake:
         results, counts = asked({"kind": "remote", "url": fake.url, "batch": batch, "together": 3}, calls)
         assert results == [Score(float(n % 3 == 0)) for n in range(30)]
         assert fake.most <= 3 and len(fake.seen) == counts["remote_calls"] <= 30

@@ -21,8 +21,8 @@ VERBS = {  # imported when they are asked for
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
+    from rondel.system.interpreter import import_whole
 
     if name not in VERBS:
         raise AttributeError(name)
-    return getattr(importlib.import_module(VERBS[name]), name)
+    return getattr(import_whole(VERBS[name]), name)

@@ -100,6 +100,18 @@ def main(argv: list[str] | None = None) -> None:
         _end_with(error, debug)
 
 
+def run_program() -> None:
+    """`main` as a process of its own, which is gone at once when the work is done."""
+    from rondel.system.interpreter import end_process, is_program
+
+    try:
+        main()
+    except SystemExit as end:
+        if is_program("rondel") and not isinstance(end.code, str):
+            end_process(end.code or 0)
+        raise
+
+
 def _build_app(verbs: list[str], debug: bool) -> typer.Typer:
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
     app.callback()(_rondel)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 from rondel.cli.package_files import shipped_folder
 from rondel.core.errors import UserError
 from rondel.core.registry import suggest_name
+from rondel.system.interpreter import import_whole
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -34,4 +34,4 @@ def run(
             f"{', '.join(known) or 'none: they come with the source tree'}"
         )
     sys.path.insert(0, str(home))
-    importlib.import_module(name).main(ctx.args)
+    import_whole(name).main(ctx.args)

@@ -12,6 +12,7 @@ import typer
 
 from rondel.core.errors import UserError
 from rondel.system.files import replace_file
+from rondel.system.interpreter import import_whole
 from rondel.system.run_weights import find_run_weights
 
 
@@ -95,6 +96,7 @@ def run(
     OpenAI's completions and chat, and SGLang's control endpoints for trainers.
     """
     try:
+        import_whole("rondel.assemble.server")
         from rondel.assemble.served_engine import RequestLimits, ServerSettings
         from rondel.assemble.server import serve_model
         from rondel.driver.elastic_engines import check_run, register_server

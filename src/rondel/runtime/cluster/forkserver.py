@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
-import importlib
 import os
 import pickle
 import random
@@ -30,6 +28,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from typing import Any
 
+from rondel.system.interpreter import import_whole
 from rondel.system.signals import die_with_parent, leave_to_controller
 
 ROOM = 1 << 20  # bytes of one message: an environment, a path
@@ -213,10 +212,7 @@ def main(number: int) -> None:
             if not message:
                 return
             ticket, module, folder, path, environment = pickle.loads(message)
-            if module not in sys.modules:
-                importlib.import_module(module)
-                gc.collect()
-                gc.freeze()  # what is shared is not written to by a collection
+            import_whole(module)  # what is shared is not written to by a collection
             if not (pid := os.fork()):
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
