@@ -4,6 +4,7 @@ object: what figures are quoted from must not rot.
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 from pathlib import Path
@@ -69,6 +70,8 @@ PROCESSES = {  # more interpreters, which import torch, and what the compiler ha
     "decode, compiled": "--model {model} --running 1 --new 4 --rounds 1 --profile 0 --threads 1",
     "process_rewards, by a model": "--answers 2 --new 24 --hidden 32 --layers 2 --latency 0.01 --pairs 1 --cases model",
 }
+# whole runs of the tiny recipe through the harness of "rows", or the same engine as "decode", and seconds each: `make sweeps`
+ALIKE = {"families", "formats", "generate", "placements", "precision", "simulated", "staleness", "static_shapes", "sync_overlap", "tails"}
 ELSEWHERE = {
     "chaos": "minutes; by hand",
     "control": "tests/e2e/test_control.py runs it on one seed, among the sweeps",
@@ -100,7 +103,14 @@ def test_all_are_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", covering([*SMALL, *PROCESSES], SMALL.keys()))
+@pytest.mark.parametrize("name", sorted(ALIKE))
+def test_what_is_left_to_the_sweeps_is_imported(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    assert callable(importlib.import_module(name).main)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", covering([*SMALL, *PROCESSES], SMALL.keys() - ALIKE))
 def test_it_runs(name, model):
     words = shlex.split((SMALL | PROCESSES)[name].format(model=model))
     done = forked.run(["bench", name.partition(",")[0], *words, "--json"])

@@ -16,6 +16,7 @@ import torch
 from kits.engine import all_of, ask, engine, idle, plain_logprobs, prompt, twin, watched
 from kits.engine_ranks import RankedEngines, same_answers, whole
 from kits.runs import RECIPE, check, events, final, run
+from kits.sweeps import covering
 from kits.sync import Publisher, wrote
 from rondel.assemble.refusals import _check_engine_ranks
 from rondel.assemble.served_engine import ServerSettings, open_engine
@@ -61,7 +62,7 @@ def owners(e):
     return found
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("kind", covering(MIXTURES, ["mixtral", "qwen3_next"]))
 def test_tokens_routes_and_updates_are_those_of_one_process(engines, kind):
     """Before and after updates in the middle of answers: tokens, experts of each request, logprobs to 1e-5."""
     settings = {"kv_pages": 256, "routes": True}
@@ -148,7 +149,7 @@ def test_guesses(engines):
     idle(e)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("kind", covering(["qwen3_moe", "qwen3_next"], ["qwen3_moe"]))
 def test_retraction_abort_and_sleep(engines, kind):
     """Each rank makes room for its own requests; what leaves is free on the rank where it was."""
     settings = {"kv_pages": 60, "prefill_tokens": 16}
