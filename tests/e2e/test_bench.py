@@ -71,7 +71,18 @@ PROCESSES = {  # more interpreters, which import torch, and what the compiler ha
     "process_rewards, by a model": "--answers 2 --new 24 --hidden 32 --layers 2 --latency 0.01 --pairs 1 --cases model",
 }
 # whole runs of the tiny recipe through the harness of "rows", or the same engine as "decode", and seconds each: `make sweeps`
-ALIKE = {"families", "formats", "generate", "placements", "precision", "simulated", "staleness", "static_shapes", "sync_overlap", "tails"}
+ALIKE = {
+    "families",
+    "formats",
+    "generate",
+    "placements",
+    "precision",
+    "simulated",
+    "staleness",
+    "static_shapes",
+    "sync_overlap",
+    "tails",
+}
 ELSEWHERE = {
     "chaos": "minutes; by hand",
     "control": "tests/e2e/test_control.py runs it on one seed, among the sweeps",

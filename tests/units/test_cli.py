@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import sysconfig
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from kits.run_folder import evaluated, group, write_run
 from rondel import cli, run
 from rondel.cli import VERBS, describe_error, main
+from rondel.cli.doctor import examine_machine
 from rondel.cli.doctor_kernels import kernel_rows
 from rondel.cli.view import load_tokenizer, logprob_gap
 from rondel.core.config.job import Job
@@ -381,7 +383,24 @@ def test_doctor_finds_this_machine_fit(rondel):
     report = json.loads(out)
     assert code == 0 and report["healthy"]
     signs = {sign["what"]: sign for sign in report["signs"]}
-    assert signs["python"]["state"] == signs["torch"]["state"] == "ok" and "GFLOP/s" in signs["matrix product"]["found"]
+    assert signs["python"]["state"] != "broken" and signs["torch"]["state"] == "ok"
+    assert "GFLOP/s" in signs["matrix product"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag", "state"),
+    [
+        ("'--enable-shared'", "-fprofile-use", "note"),  # pyenv's
+        ("'--enable-optimizations' '--with-lto'", "-fprofile-use", "ok"),
+        ("'--prefix=/usr'", None, "ok"),  # Debian's, which runs the steps itself
+        (None, None, "ok"),
+    ],
+)
+def test_doctor_tells_an_interpreter_that_was_compiled_without_a_profile(monkeypatch, arguments, flag, state):
+    monkeypatch.setattr(sysconfig, "get_config_var", {"CONFIG_ARGS": arguments, "PGO_PROF_USE_FLAG": flag}.get)
+    signs = examine_machine()
+    sign = (next(signs), next(signs))[1]
+    assert (sign.what, sign.state, bool(sign.fix)) == ("python", state, state == "note")
 
 
 def test_doctor_names_the_kernels_that_compute_here(monkeypatch, tmp_path):

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 
-import anthropic
 import httpx2
 import openai
 import pytest
@@ -131,6 +130,8 @@ def test_an_agent_that_fails_on_a_full_context_is_scored():
 
 @pytest.mark.slow
 def test_a_full_context_has_the_code_that_agents_look_for():
+    import anthropic  # 3,000 modules, which the other tests do without
+
     def agent(task, base_url, api_key):
         with pytest.raises(openai.BadRequestError) as seen:
             speak(base_url, api_key, [{"role": "user", "content": "look again. " * 400}])
@@ -197,6 +198,8 @@ def test_answers_leave_at_once():
 @pytest.mark.slow
 def test_a_key_is_one_episodes_and_ends_with_it():
     seen = []
+
+    import anthropic
 
     def agent(task, base_url, api_key):
         for key in ("other", api_key[:-1], *seen):
