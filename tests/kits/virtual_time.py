@@ -21,6 +21,9 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """It has no threads; the loop's own way starts one, of which the selector knows nothing until it has ended."""
+
 
 class SkippingSelector(selectors.DefaultSelector):
     def __init__(self, loop: VirtualClockLoop) -> None:
