@@ -40,6 +40,7 @@ from rondel.runtime.cluster.process import ProcessCluster, ProcessWorker
 from rondel.runtime.cluster.process_activity import ProcessActivity
 from rondel.runtime.cluster.progress import WorkerProgress
 from rondel.runtime.stacks import SIGNAL, StackDumper, format_thread_stacks
+from rondel.system import running_time
 from rondel.system.running_time import RunningClock
 from rondel.system.threads import current_frames
 from rondel.train.fsdp import FsdpRank
@@ -353,6 +354,25 @@ def test_a_controller_that_was_stopped_itself_takes_nobody_for_silent(monkeypatc
     worker._over, worker._patience, worker._heard = "", 2.0, clock.time()
     worker._watch()
     assert silent == [1.5, 2.0, 2.5, 4.0], "a stop counts as a second"
+
+
+def test_a_reply_that_was_frozen_with_who_waits_for_it_is_not_late(monkeypatch):
+    """A container that is paused: the kernel's wait is over, the answer has not been written yet."""
+    now, asked = [0.0], []
+    monkeypatch.setattr(running_time, "running_time", lambda: now[0])
+
+    def polled(milliseconds):
+        asked.append(milliseconds)
+        now[0] += 0.5
+        return replies.pop(0)
+
+    for replies, found, waits in (
+        ([[], [(7, 1)]], {7: 1}, [2000.0, 1500.0]),
+        ([[], [], [], []], {}, [2000.0, 1500.0, 1000.0, 500.0]),
+    ):
+        now[0] = 0.0
+        asked.clear()
+        assert running_time.poll_until(SimpleNamespace(poll=polled), 2.0) == found and asked == waits and not replies
 
 
 STOPPED = """

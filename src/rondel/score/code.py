@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.core.types import Score, Task, Trajectory
 from rondel.score.boxed.harness import BROKEN, EMPTY, FAULT, GONE, PASSED, WRONG
 from rondel.score.code_tests import extract_code, harness_call, read_tests, reference_of
+from rondel.system.running_time import running_time
 
 BOXED = Path(__file__).parent / "boxed"
 MODULES = ("ast", "copy", "io", "numbers")  # that the text of a box imports
@@ -100,7 +100,7 @@ class Code:
 
     def __call__(self, trajectory: Trajectory, task: Task) -> Score:
         tests = read_tests(task)
-        began = time.monotonic()
+        began = running_time()
         code = extract_code(trajectory.text)
         passed = self._count_passed(code, tests, task, began + SHARE * self.deadline)
         if passed < len(tests):
@@ -111,7 +111,7 @@ class Code:
     def _count_passed(self, code: str, tests: list[Any], task: Task, until: float) -> int:
         passed = 0
         for test in tests if code.strip() else ():  # an empty answer solves nothing, whatever is asked of it
-            if (left := until - time.monotonic()) <= 0:
+            if (left := until - running_time()) <= 0:
                 break
             good = self._run_test(code, test, task, min(left, self.seconds)) == PASSED
             passed += good
@@ -125,7 +125,7 @@ class Code:
         """
         reference = reference_of(task)
         for number in range(self._good.get(task.id, 0), len(tests) if reference else 0):
-            if time.monotonic() + self.seconds > until:
+            if running_time() + self.seconds > until:
                 return  # another answer to this task goes on from here
             verdict = self._run_test(reference, tests[number], task, self.seconds)
             if verdict == LATE and task.id not in self._late:

@@ -20,7 +20,6 @@ import pickle
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from rondel.core.errors import ConfigError
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score.jobs import EarlyJob, OrderJob, ScoreJob
 from rondel.score.killable_process import Asked, Result, RewardProcess, read_reply, without_arrays
+from rondel.system.running_time import poll_until, running_time
 
 GRACE = 5.0  # seconds beside the timeout that a silent worker has
 
@@ -170,11 +170,11 @@ class ConcurrentWorker:
         worker = self.worker
         assert worker.process.stdin and worker.process.stdout
         there, back, bell = worker.process.stdin.fileno(), worker.process.stdout.fileno(), self._bell.fileno()
-        outbox, said, heard = memoryview(b""), b"", time.monotonic()
+        outbox, said, heard = memoryview(b""), b"", running_time()
         while not self.closed:
             for call in self._take_ready_calls(opened):
                 if not opened:
-                    heard = time.monotonic()
+                    heard = running_time()
                 opened[call.number] = call
                 outbox = memoryview(bytes(outbox) + call.job)
             if not opened:
@@ -184,7 +184,7 @@ class ConcurrentWorker:
             poll.register(bell, select.POLLIN)
             if outbox:
                 poll.register(there, select.POLLOUT)
-            ready = dict(poll.poll(max(0.0, heard + self.silence - time.monotonic()) * 1000))
+            ready = poll_until(poll, heard + self.silence)
             if not ready:
                 return self._handle_lost_worker(
                     opened,
@@ -195,7 +195,7 @@ class ConcurrentWorker:
             if there in ready:
                 outbox = outbox[os.write(there, outbox[: select.PIPE_BUF]) :]
             if back in ready:
-                piece, heard = os.read(back, 1 << 16), time.monotonic()
+                piece, heard = os.read(back, 1 << 16), running_time()
                 if not piece:
                     return self._handle_lost_worker(opened, Failed("worker died", worker.last_words()))
                 *lines, said = (said + piece).split(b"\n")

@@ -14,7 +14,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rondel.core.errors import ConfigError
 from rondel.core.given_objects import pack_given
 from rondel.core.types import Failed, Score, Trajectory
+from rondel.system.running_time import poll_until, running_time
 
 if TYPE_CHECKING:
     from rondel.score import Spec
@@ -93,13 +93,13 @@ class RewardProcess:
         there, back = self.process.stdin.fileno(), self.process.stdout.fileno()
         rest, said = memoryview(b"".join(jobs)), b""
         replies: list[dict[str, Any]] = []
-        deadline = time.monotonic() + seconds
+        deadline = running_time() + seconds
         poll = select.poll()
         poll.register(back, select.POLLIN)
         poll.register(there, select.POLLOUT)
         try:
             while len(replies) < len(jobs):
-                ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+                ready = poll_until(poll, deadline)
                 if not ready:
                     self.kill()
                     return replies, True
@@ -110,7 +110,7 @@ class RewardProcess:
                     if not piece:
                         break
                     if lines:
-                        deadline = time.monotonic() + seconds
+                        deadline = running_time() + seconds
                 if there in ready and rest:  # a ready pipe takes a page: neither side can block on the other
                     rest = rest[os.write(there, rest[: select.PIPE_BUF]) :]
                 if not rest and there in ready:

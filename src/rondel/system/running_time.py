@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -46,6 +47,14 @@ def running_time() -> float:
         _clock = RunningClock()
         threading.Thread(target=_beat_forever, args=(_clock,), daemon=True, name="clock").start()
     return _clock.time()
+
+
+def poll_until(poll: select.poll, deadline: float) -> dict[int, int]:
+    """What is ready, by file descriptor; nothing only where `running_time` has come to the deadline."""
+    while not (ready := dict(poll.poll(max(0.0, deadline - running_time()) * 1000))):
+        if running_time() >= deadline:
+            break
+    return ready
 
 
 def _beat_forever(clock: RunningClock) -> None:

@@ -14,6 +14,7 @@ from rondel.core.errors import EnvError, SandboxError
 from rondel.core.protocols import SandboxCell, SandboxFactory
 from rondel.core.sandbox_types import Limits
 from rondel.core.types import Task
+from rondel.system.running_time import poll_until, running_time
 from rondel.text.error_lines import visible_error
 
 SECONDS = 10.0  # one call
@@ -54,7 +55,7 @@ class SandboxInterpreter:
         return self._ask({})
 
     def _ask(self, asked: dict[str, str]) -> str | None:
-        deadline = time.monotonic() + SECONDS + GRACE
+        deadline = running_time() + SECONDS + GRACE
         rest, line = json.dumps(asked).encode() + b"\n", b""
         try:
             while rest:
@@ -181,5 +182,5 @@ def middle_out(text: str, most: int = MOST + 200) -> str:
 def _until_ready(fd: int, what: int, deadline: float) -> None:
     poll = select.poll()
     poll.register(fd, what)
-    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+    if not poll_until(poll, deadline):
         raise TimeoutError
