@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.planner import WriteItemType
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kits.megatron_core import gpt_model, logits_of, megatron_on_cpu
@@ -113,6 +115,26 @@ def test_an_index_that_runs_code_is_not_read(tmp_path):
     with pytest.raises(ModelError, match=r"names (posix|nt)\.mkdir"):
         SafeReader(tmp_path).read_metadata()
     assert not (tmp_path / "ran").exists()
+
+
+class Asks:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+
+    def __init__(self, *what):
+        self.what = what
+
+    def __reduce__(self):
+        return getattr, self.what
+
+
+def test_an_index_of_an_older_python_names_members_and_nothing_else(tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Asks(WriteItemType, "TENSOR")))
+    with pytest.raises(ModelError, match="it holds a WriteItemType"):
+        SafeReader(tmp_path).read_metadata()
+    for asked in ((Path, "unlink"), (WriteItemType, "mro"), (WriteItemType, "__class__")):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Asks(*asked)))
+        with pytest.raises(ModelError, match=r"asks for .* which no index needs"):
+            SafeReader(tmp_path).read_metadata()
 
 
 def test_refusals_say_what_to_do(tmp_path):

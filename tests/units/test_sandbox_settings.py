@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 from contextlib import suppress
@@ -385,8 +386,15 @@ def test_the_code_reward_in_boxes_of_a_service(service):
 # -- images, snapshots -------------------------------------------------------------------------------
 
 
-def test_equal_files_make_an_equal_image_and_it_is_unpacked_once(tmp_path, monkeypatch):
+@pytest.fixture(params=["", "without tarfile's filters"])
+def unpacked(request, monkeypatch, tmp_path):
+    """As Python 3.11.3 and older unpack, too."""
+    if request.param:
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_equal_files_make_an_equal_image_and_it_is_unpacked_once(unpacked, tmp_path):
 
     def members(turn):
         found = {
@@ -405,10 +413,28 @@ def test_equal_files_make_an_equal_image_and_it_is_unpacked_once(tmp_path, monke
     assert (root / "usr/bin/y").read_text() == "hi" and (root / "usr/bin/x").stat().st_mode & 0o111
     assert (root / "bin").is_symlink() and (root / "bin" / "x").read_text() == "hi"
     assert image_build.merged_path("./bin/a") == "usr/bin/a" and image_build.merged_path("./") == ""
-    outside = {"../out": (image_build.plain_entry("../out", b"0", 0o644, size=1), b"x")}
-    image_build.write_layout(tmp_path / "bad", outside, {})
-    with pytest.raises(Exception, match="outside"):
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        image_build.plain_entry("../out", b"0", 0o644, size=1),
+        image_build.plain_entry("usr/../../out", b"0", 0o644, size=1),
+        image_build.plain_entry("usr/out", b"2", 0o777, link="../../out"),
+        image_build.plain_entry("usr/out", b"1", 0o644, link="../out"),
+        image_build.plain_entry("../kept/.wh.file", b"0", 0o644, size=1),
+        image_build.plain_entry("../kept", b"5", 0o755),
+    ],
+    ids=lambda entry: f"{entry.name} {entry.linkname}",
+)
+def test_an_entry_that_leads_out_of_its_image_is_refused(unpacked, tmp_path, entry):
+    kept = tmp_path / "cache" / "rondel" / "images" / "kept" / "file"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    image_build.write_layout(tmp_path / "bad", {entry.name: (entry, b"x" * entry.size)}, {})
+    with pytest.raises(tarfile.TarError, match="outside"):
         root_of(str(tmp_path / "bad"))
+    assert kept.exists() and not list(tmp_path.rglob("out"))
 
 
 def test_a_snapshot_is_a_copy_that_does_not_change(tmp_path):

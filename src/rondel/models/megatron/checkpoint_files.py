@@ -11,6 +11,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,19 @@ class SafeReader(FileSystemReader):
         return found
 
 
+def _member_of(kind: Any, name: str) -> Any:
+    if not (isinstance(kind, EnumType) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind!r}, which no index needs")
+    return kind[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or name in CLASSES.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # as Python 3.11.0 to 3.11.3 pickle a member of an enumeration
+            return _member_of
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
 
 

@@ -62,11 +62,12 @@ def root_of(image: str, say: Say = lambda text: None) -> Path:
 
 
 def unpack_layer(layer: Path, root: Path) -> None:
-    """Entries below the root alone (tarfile's filter), without owners; a whiteout removes what it names."""
+    """Entries below the root alone, without owners; a whiteout removes what it names. tarfile.TarError for any other."""
     with tarfile.open(layer) as archive:
         for entry in archive:
             place, name = os.path.split(entry.name)
             if name.startswith(".wh."):
+                _refuse_outside(root, place, entry)
                 victim = root / place / name[4:]
                 if victim.is_dir() and not victim.is_symlink():
                     shutil.rmtree(victim)
@@ -77,4 +78,26 @@ def unpack_layer(layer: Path, root: Path) -> None:
                 entry.linkname = os.path.relpath(entry.linkname, f"/{place}")
             if entry.isdev() or entry.isfifo():
                 continue
-            archive.extract(entry, root, filter="tar" if entry.isdir() else "data")
+            if hasattr(tarfile, "data_filter"):
+                archive.extract(entry, root, filter="tar" if entry.isdir() else "data")
+            else:  # Python 3.11.0 to 3.11.3, among them Debian 12's
+                archive.extract(_filtered(entry, root), root)
+
+
+def _filtered(entry: tarfile.TarInfo, root: Path) -> tarfile.TarInfo:
+    """What tarfile's filter refuses and takes away."""
+    entry.name = entry.name.lstrip("/")
+    _refuse_outside(root, entry.name, entry)
+    if entry.issym() or entry.islnk():
+        _refuse_outside(root, os.path.join(os.path.dirname(entry.name) if entry.issym() else "", entry.linkname), entry)
+    entry.mode &= 0o755
+    if entry.isreg():
+        entry.mode |= 0o600
+    entry.uid, entry.gid, entry.uname, entry.gname = os.getuid(), os.getgid(), "", ""
+    return entry
+
+
+def _refuse_outside(root: Path, path: str, entry: tarfile.TarInfo) -> None:
+    top = os.path.realpath(root)
+    if os.path.commonpath([top, os.path.realpath(os.path.join(top, path))]) != top:
+        raise tarfile.TarError(f"{entry.name!r} leads outside the image")
