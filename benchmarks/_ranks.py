@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,17 @@ class RankTrainer:
 
     def gradient(self, batch: Any, algo: Any, micro_tokens: int) -> tuple[np.ndarray, dict[str, int], int]:
         """Of one update, whole, in one vector; the bytes that this rank moved for it; the packed tokens that it saw."""
+        moved, tokens, _ = self._accumulate(batch, algo, micro_tokens)
+        self.trainer.weights.gradient_norm()
+        return self._whole_gradient(), moved.bytes, sum(self.ranks.gather_data_ranks(tokens))
 
+    def time_passes(self, batch: Any, algo: Any, micro_tokens: int) -> tuple[float, float]:
+        """Seconds of the forward and backward passes of one update, and those of them inside of collectives."""
+        moved, _, seconds = self._accumulate(batch, algo, micro_tokens)
+        return seconds, moved.seconds
+
+    def _accumulate(self, batch: Any, algo: Any, micro_tokens: int) -> tuple[MovedData, Any, float]:
+        """What the passes of one update moved, the packed tokens of this rank, and their seconds."""
         from rondel.train.advantages import compute_advantages
         from rondel.train.step_metrics import StepMetricSums
 
@@ -171,9 +182,10 @@ class RankTrainer:
         t._annotate(batch, algo.needs)
         compute_advantages(batch, algo)
         with counted_collectives() as moved:
+            began = time.perf_counter()
             t._accumulate_gradients(batch, algo, sums, proximal_noted=False)
-        t.weights.gradient_norm()
-        return self._whole_gradient(), moved, sum(self.ranks.gather_data_ranks(sums.packed))
+            seconds = time.perf_counter() - began
+        return moved, sums.packed, seconds
 
     def _whole_gradient(self) -> np.ndarray:
         """Of all stages of a pipeline, in the order of the model."""
@@ -187,16 +199,31 @@ class RankTrainer:
         return torch.cat([told[name] for name in order]).double().numpy()
 
 
+@dataclass
+class MovedData:
+    """Bytes that a rank received, by operation, and the seconds that it spent in them."""
+
+    bytes: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @contextmanager
+    def operation(self, name: str, bytes_: float) -> Iterator[None]:
+        self.bytes[name] = self.bytes.get(name, 0) + round(bytes_)
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
+
+
 @contextmanager
-def counted_collectives() -> Iterator[dict[str, int]]:
-    """Bytes that this rank receives, by operation: of S bytes over n ranks (n-1)/n S in a gather, a reduce-scatter
-    or a broadcast of one's part, twice that in an all-reduce, and S from a neighbour.
+def counted_collectives() -> Iterator[MovedData]:
+    """What this rank receives: of S bytes over n ranks (n-1)/n S in a gather, a reduce-scatter or a broadcast of one's
+    part, twice that in an all-reduce, and S from a neighbour, or from the one before in a ring.
     """
     import torch.distributed as dist
 
     from rondel.models.collectives import RankGroup
 
-    moved: dict[str, int] = {}
+    moved = MovedData()
 
     def larger(args: tuple[Any, ...], how: dict[str, Any]) -> int:
         return max(x.nbytes for x in (*args, *how.values()) if hasattr(x, "nbytes"))
@@ -213,26 +240,35 @@ def counted_collectives() -> Iterator[dict[str, int]]:
                 share = float(dist.get_rank(group) != max(how.get("group_src", -1), how.get("group_dst", -1)))
             else:
                 share = (1 - 1 / dist.get_world_size(group)) * (2 if name == "all_reduce" else 1)
-            moved[name] = moved.get(name, 0) + round(share * bytes_)
-            return own(*args, **how)
+            with moved.operation(name, share * bytes_):
+                return own(*args, **how)
 
         return call
 
     def exchange(ranks: RankGroup, x: Any, out: Any, sent: Any = None, got: Any = None) -> Any:
         """Received, rows of each rank; without `got` as many of each."""
         runs = got or [len(out) // ranks.size] * ranks.size
-        bytes_ = out[:1].nbytes * (sum(runs) - runs[ranks.index])
-        moved["all_to_all"] = moved.get("all_to_all", 0) + bytes_
-        return own_exchange(ranks, x, out, sent, got)
+        with moved.operation("all_to_all", out[:1].nbytes * (sum(runs) - runs[ranks.index])):
+            return own_exchange(ranks, x, out, sent, got)
 
-    own_exchange = RankGroup.all_to_all
+    def shift(ranks: RankGroup, x: Any, out: Any) -> Callable[[], None]:
+        with moved.operation("shift", out.nbytes):
+            wait = own_shift(ranks, x, out)
+
+        def timed_wait() -> None:
+            with moved.operation("shift", 0):
+                wait()
+
+        return timed_wait
+
+    own_exchange, own_shift = RankGroup.all_to_all, RankGroup.shift
     known = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
     try:
         for name, own in known.items():
             setattr(dist, name, counting(name, own))
-        RankGroup.all_to_all = exchange
+        RankGroup.all_to_all, RankGroup.shift = exchange, shift
         yield moved
     finally:
-        RankGroup.all_to_all = own_exchange
+        RankGroup.all_to_all, RankGroup.shift = own_exchange, own_shift
         for name, own in known.items():
             setattr(dist, name, own)
