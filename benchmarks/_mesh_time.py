@@ -11,13 +11,14 @@ from _ranks import RankTrainer, synthetic_groups
 from _work import median
 
 
-def time_in_turn(meshes: dict[str, Any], spec: dict[str, Any], row: str, *, pairs: int, **size: int) -> dict[str, Any]:
+def time_in_turn(meshes: dict[str, Any], spec: dict[str, Any], row: str, *, pairs: int, link: float, **size: int) -> dict[str, Any]:
     """Forward and backward passes of one update of one micro-batch, `pairs` times on each mesh: A B A B, behind one that
     is not counted. All ranks are processes of this machine with a thread each, and those of other meshes wait meanwhile.
 
-    seconds   of an update, of the slowest rank, at the median
-    waited    of them in collectives, of a rank in the mean: others' work, copies and what they do not hide
-    ratio     of `seconds` to those of the first mesh, of each pair: median, least, most
+    link      bytes a second that a rank receives at most: sleep stands for a link that is slower than memory
+    seconds   of an update, of the slowest rank: median, least
+    waited    of them in collectives, of a rank in the mean: others' work, copies, the link. Median, least
+    ratio     of seconds to those of the first mesh in the same pair: median, least, most
     """
     from rondel.algos.table import resolve_algorithm
     from rondel.runtime.cluster.process import ProcessCluster
@@ -37,7 +38,7 @@ def time_in_turn(meshes: dict[str, Any], spec: dict[str, Any], row: str, *, pair
             _ask(ranks, "make", spec, algo)
         for pair in range(-1, pairs):
             for words, ranks in every.items():
-                told = _ask(ranks, "time_passes", batch, algo, 10**6)
+                told = _ask(ranks, "time_passes", batch, algo, 10**6, link)
                 if pair >= 0:
                     seconds[words].append(max(each for each, _ in told))
                     waited[words].append(sum(each for _, each in told) / len(told))
@@ -53,7 +54,7 @@ def _ask(ranks: list[Any], verb: str, *args: Any) -> list[Any]:
 def _cell(seconds: list[float], waited: list[float], first: list[float]) -> dict[str, Any]:
     ratios = [mine / theirs for mine, theirs in zip(seconds, first)]
     return {
-        "seconds": round(median(seconds), 4),
-        "waited": round(median(waited), 4),
+        "seconds": [round(x, 4) for x in (median(seconds), min(seconds))],
+        "waited": [round(x, 4) for x in (median(waited), min(waited))],
         "ratio": [round(x, 3) for x in (median(ratios), min(ratios), max(ratios))],
     }

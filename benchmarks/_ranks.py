@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -166,12 +167,16 @@ class RankTrainer:
         self.trainer.weights.gradient_norm()
         return self._whole_gradient(), moved.bytes, sum(self.ranks.gather_data_ranks(tokens))
 
-    def time_passes(self, batch: Any, algo: Any, micro_tokens: int) -> tuple[float, float]:
-        """Seconds of the forward and backward passes of one update, and those of them inside of collectives."""
-        moved, _, seconds = self._accumulate(batch, algo, micro_tokens)
+    def time_passes(self, batch: Any, algo: Any, micro_tokens: int, link: float) -> tuple[float, float]:
+        """Seconds of the forward and backward passes of one update, and those of them inside of collectives. `link`: bytes
+        a second that at most arrive.
+        """
+        moved, _, seconds = self._accumulate(batch, algo, micro_tokens, link)
         return seconds, moved.seconds
 
-    def _accumulate(self, batch: Any, algo: Any, micro_tokens: int) -> tuple[MovedData, Any, float]:
+    def _accumulate(
+        self, batch: Any, algo: Any, micro_tokens: int, link: float = math.inf
+    ) -> tuple[MovedData, Any, float]:
         """What the passes of one update moved, the packed tokens of this rank, and their seconds."""
         from rondel.train.advantages import compute_advantages
         from rondel.train.step_metrics import StepMetricSums
@@ -181,7 +186,7 @@ class RankTrainer:
         t.weights.zero_grad()
         t._annotate(batch, algo.needs)
         compute_advantages(batch, algo)
-        with counted_collectives() as moved:
+        with counted_collectives(link) as moved:
             began = time.perf_counter()
             t._accumulate_gradients(batch, algo, sums, proximal_noted=False)
             seconds = time.perf_counter() - began
@@ -201,29 +206,36 @@ class RankTrainer:
 
 @dataclass
 class MovedData:
-    """Bytes that a rank received, by operation, and the seconds that it spent in them."""
+    """Bytes that a rank received, by operation, and the seconds that it spent in them.
+
+    link  bytes a second of a slower link: no operation ends before its bytes could have come, and nobody computes meanwhile
+    """
 
     bytes: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    link: float = math.inf
 
     @contextmanager
-    def operation(self, name: str, bytes_: float) -> Iterator[None]:
+    def operation(self, name: str, bytes_: float, since: float | None = None) -> Iterator[None]:
+        """`since`: when its bytes set out; now without."""
         self.bytes[name] = self.bytes.get(name, 0) + round(bytes_)
         began = time.perf_counter()
         yield
+        arrival = (began if since is None else since) + bytes_ / self.link
+        time.sleep(max(0.0, arrival - time.perf_counter()))
         self.seconds += time.perf_counter() - began
 
 
 @contextmanager
-def counted_collectives() -> Iterator[MovedData]:
+def counted_collectives(link: float = math.inf) -> Iterator[MovedData]:
     """What this rank receives: of S bytes over n ranks (n-1)/n S in a gather, a reduce-scatter or a broadcast of one's
-    part, twice that in an all-reduce, and S from a neighbour, or from the one before in a ring.
+    part, twice that in an all-reduce, and S from a neighbour, or from the one before in a ring. `link`: of `MovedData`.
     """
     import torch.distributed as dist
 
     from rondel.models.collectives import RankGroup
 
-    moved = MovedData()
+    moved = MovedData(link=link)
 
     def larger(args: tuple[Any, ...], how: dict[str, Any]) -> int:
         return max(x.nbytes for x in (*args, *how.values()) if hasattr(x, "nbytes"))
@@ -252,11 +264,12 @@ def counted_collectives() -> Iterator[MovedData]:
             return own_exchange(ranks, x, out, sent, got)
 
     def shift(ranks: RankGroup, x: Any, out: Any) -> Callable[[], None]:
-        with moved.operation("shift", out.nbytes):
+        began = time.perf_counter()
+        with moved.operation("shift", 0):
             wait = own_shift(ranks, x, out)
 
         def timed_wait() -> None:
-            with moved.operation("shift", 0):
+            with moved.operation("shift", out.nbytes, since=began):
                 wait()
 
         return timed_wait

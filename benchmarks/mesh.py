@@ -29,13 +29,14 @@ All ranks are processes of this machine over gloo: their speed says little of de
 
     rondel bench mesh --meshes tp=2 tp=2,overlap=true --families llama --rows grpo --hidden 512 --pairs 12
 
-which gives seconds of an update on each mesh, in turn, and how many of them ranks spend in collectives (_mesh_time.py).
+which gives seconds of an update on each mesh, in turn, and how many of them ranks spend in collectives; with --link 100e6 as if messages took longer (_mesh_time.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -100,6 +101,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--long", type=int, default=0, help="tokens of one long sample beside the groups")
     parser.add_argument("--pairs", type=int, default=0, help="time so many updates on each mesh in turn, and nothing else")
+    parser.add_argument(
+        "--link", type=float, default=math.inf, help="with --pairs: bytes a second that a rank receives at most"
+    )
     parser.add_argument("--hidden", type=int, default=0, help="width of the model that is timed, 64 without")
     parser.add_argument("--prompt", type=int, default=11, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=24, help="tokens of the longest answers")
@@ -121,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
         size = {"groups": a.groups, "samples": a.samples, "prompt": a.prompt, "new": a.new, "long": a.long}
         for family in a.families:
             for row in a.rows:
-                told[f"{family} {row}"] = time_in_turn(meshes, _spec(family, a.hidden), row, pairs=a.pairs, **size)
+                told[f"{family} {row}"] = time_in_turn(meshes, _spec(family, a.hidden), row, pairs=a.pairs, link=a.link, **size)
         report(told, only_json=a.json)
         return
     alone = _alone(a)

@@ -78,7 +78,7 @@ class RankGroup:
         messages = [
             dist.P2POp(op, t, group=self.group, group_peer=peer % self.size) for op, t, peer in ops if t.numel()
         ]
-        return functools.partial(_wait, dist.batch_isend_irecv(messages) if messages else [])
+        return functools.partial(wait_for_neighbours, dist.batch_isend_irecv(messages) if messages else [])
 
     def gather_first(self, x: Tensor) -> list[Tensor]:
         """The x of every rank, equal in shape, on the first rank; nothing on the others."""
@@ -89,7 +89,8 @@ class RankGroup:
         return out
 
 
-def _wait(works: Sequence[Any]) -> None:
+def wait_for_neighbours(works: Sequence[Any]) -> None:
+    """Until all messages have come and gone."""
     for work in works:
         work.wait()
 
