@@ -11,7 +11,9 @@ from _ranks import RankTrainer, synthetic_groups
 from _work import median
 
 
-def time_in_turn(meshes: dict[str, Any], spec: dict[str, Any], row: str, *, pairs: int, link: float, **size: int) -> dict[str, Any]:
+def time_in_turn(
+    meshes: dict[str, Any], spec: dict[str, Any], row: str, *, pairs: int, link: float, **size: int
+) -> dict[str, Any]:
     """Forward and backward passes of one update of one micro-batch, `pairs` times on each mesh: A B A B, behind one that
     is not counted. All ranks are processes of this machine with a thread each, and those of other meshes wait meanwhile.
 

@@ -100,7 +100,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--long", type=int, default=0, help="tokens of one long sample beside the groups")
-    parser.add_argument("--pairs", type=int, default=0, help="time so many updates on each mesh in turn, and nothing else")
+    parser.add_argument(
+        "--pairs", type=int, default=0, help="time so many updates on each mesh in turn, and nothing else"
+    )
     parser.add_argument(
         "--link", type=float, default=math.inf, help="with --pairs: bytes a second that a rank receives at most"
     )
@@ -125,7 +127,9 @@ def main(argv: list[str] | None = None) -> None:
         size = {"groups": a.groups, "samples": a.samples, "prompt": a.prompt, "new": a.new, "long": a.long}
         for family in a.families:
             for row in a.rows:
-                told[f"{family} {row}"] = time_in_turn(meshes, _spec(family, a.hidden), row, pairs=a.pairs, link=a.link, **size)
+                told[f"{family} {row}"] = time_in_turn(
+                    meshes, _spec(family, a.hidden), row, pairs=a.pairs, link=a.link, **size
+                )
         report(told, only_json=a.json)
         return
     alone = _alone(a)

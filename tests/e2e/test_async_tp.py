@@ -78,5 +78,7 @@ def test_a_neighbour_that_does_not_come_is_named(ranks):
     every = ranks(mesh)
     every.join(every.ranks[0].now("meet"), mesh, 1.0)
     every.shift_once()
-    with pytest.raises(RondelError, match=r"rank 0 of 2 waits for another one since 1 s, in wait_for_neighbours .*ring"):
+    with pytest.raises(
+        RondelError, match=r"rank 0 of 2 waits for another one since 1 s, in wait_for_neighbours .*ring"
+    ):
         every.ranks[0].ask("shift_once").result(30)

@@ -63,9 +63,7 @@ def test_rings_gather_and_sum(lengths):
 
     def work(rank):
         used = []
-        rows = gather_ring(
-            whole[0][places[rank.index]], lengths, rank, lambda at, run: used.append((at, run.clone()))
-        )
+        rows = gather_ring(whole[0][places[rank.index]], lengths, rank, lambda at, run: used.append((at, run.clone())))
         asked, gathered = [], rank.received
         own = reduce_ring(lengths, rank, lambda at: asked.append(at) or whole[rank.index][at].clone())
         return rows, used, own, asked, gathered
@@ -191,14 +189,14 @@ def _name(layer):
 
 
 def test_it_is_refused_where_it_would_have_no_effect():
-    with pytest.raises(ValueError, match="overlap = true with tp = 1 and sp = true: .* set tp to 2 or more"):
+    with pytest.raises(ValueError, match=r"overlap = true with tp = 1 and sp = true: .* set tp to 2 or more"):
         Mesh(shards=2, overlap=True)
-    with pytest.raises(ValueError, match="sp = false: .* or leave overlap out"):
+    with pytest.raises(ValueError, match=r"sp = false: .* or leave overlap out"):
         Mesh(tp=2, sp=False, overlap=True)
     assert str(Mesh(tp=2, overlap=True)) == "{ tp = 2, overlap = true }"
     model = copy.deepcopy(family("deepseek_v2")).model
     check_tensor_parallel(model, 2, overlap=True)
     del model.model.layers[0]  # the others have latent attention and a mixture
     check_tensor_parallel(model, 2)
-    with pytest.raises(ModelError, match="no effect on model type 'deepseek_v2': .* leave overlap out"):
+    with pytest.raises(ModelError, match=r"no effect on model type 'deepseek_v2': .* leave overlap out"):
         check_tensor_parallel(model, 2, overlap=True)
