@@ -20,7 +20,8 @@ def time_in_turn(
     link      bytes a second that a rank receives at most: sleep stands for a link that is slower than memory
     seconds   of an update, of the slowest rank: median, least
     waited    of them in collectives, of a rank in the mean: others' work, copies, the link. Median, least
-    ratio     of seconds to those of the first mesh in the same pair: median, least, most
+    cpu       seconds of a processor, of a rank in the mean, threads that carry messages included. Median, least
+    ratio     of seconds to those of the first mesh in the same pair: median, least, most; cpu_ratio likewise
     """
     from rondel.algos.table import resolve_algorithm
     from rondel.runtime.cluster.process import ProcessCluster
@@ -28,8 +29,7 @@ def time_in_turn(
 
     algo = resolve_algorithm({"kind": row}).bounded(8)
     batch = batch_of(synthetic_groups(0, **size))
-    seconds: dict[str, list[float]] = {words: [] for words in meshes}
-    waited: dict[str, list[float]] = {words: [] for words in meshes}
+    told: dict[str, list[dict[str, float]]] = {words: [] for words in meshes}
     with ExitStack() as stack:
         every = {}
         for number, (words, mesh) in enumerate(meshes.items()):
@@ -38,14 +38,13 @@ def time_in_turn(
             every[words] = ranks = [cluster.spawn(f"mesh-{number}-rank-{r}", RankTrainer, r) for r in range(mesh.world)]
             _ask(ranks, "join", ranks[0].now("meet"), mesh)
             _ask(ranks, "make", spec, algo)
-        for pair in range(-1, pairs):
+        for _ in range(pairs + 1):
             for words, ranks in every.items():
-                told = _ask(ranks, "time_passes", batch, algo, 10**6, link)
-                if pair >= 0:
-                    seconds[words].append(max(each for each, _ in told))
-                    waited[words].append(sum(each for _, each in told) / len(told))
-    first = seconds[next(iter(meshes))]
-    return {words: _cell(seconds[words], waited[words], first) for words in meshes}
+                every_rank = _ask(ranks, "time_passes", batch, algo, 10**6, link)
+                mean = {key: sum(each[key] for each in every_rank) / len(ranks) for key in ("waited", "cpu")}
+                told[words].append(mean | {"seconds": max(each["seconds"] for each in every_rank)})
+    first = told[next(iter(meshes))][1:]
+    return {words: _cell(updates[1:], first) for words, updates in told.items()}
 
 
 def _ask(ranks: list[Any], verb: str, *args: Any) -> list[Any]:
@@ -53,10 +52,13 @@ def _ask(ranks: list[Any], verb: str, *args: Any) -> list[Any]:
     return [answer.result(600) for answer in asked]
 
 
-def _cell(seconds: list[float], waited: list[float], first: list[float]) -> dict[str, Any]:
-    ratios = [mine / theirs for mine, theirs in zip(seconds, first)]
-    return {
-        "seconds": [round(x, 4) for x in (median(seconds), min(seconds))],
-        "waited": [round(x, 4) for x in (median(waited), min(waited))],
-        "ratio": [round(x, 3) for x in (median(ratios), min(ratios), max(ratios))],
-    }
+def _cell(updates: list[dict[str, float]], first: list[dict[str, float]]) -> dict[str, Any]:
+    def ratio(key: str) -> list[float]:
+        found = [mine[key] / theirs[key] for mine, theirs in zip(updates, first)]
+        return [round(x, 3) for x in (median(found), min(found), max(found))]
+
+    cell: dict[str, Any] = {}
+    for key in ("seconds", "waited", "cpu"):
+        values = [update[key] for update in updates]
+        cell[key] = [round(x, 4) for x in (median(values), min(values))]
+    return cell | {"ratio": ratio("seconds"), "cpu_ratio": ratio("cpu")}

@@ -167,17 +167,17 @@ class RankTrainer:
         self.trainer.weights.gradient_norm()
         return self._whole_gradient(), moved.bytes, sum(self.ranks.gather_data_ranks(tokens))
 
-    def time_passes(self, batch: Any, algo: Any, micro_tokens: int, link: float) -> tuple[float, float]:
-        """Seconds of the forward and backward passes of one update, and those of them inside of collectives. `link`: bytes
-        a second that at most arrive.
+    def time_passes(self, batch: Any, algo: Any, micro_tokens: int, link: float) -> dict[str, float]:
+        """`seconds` of the forward and backward passes of one update, those of them inside of collectives (`waited`), and
+        `cpu` seconds of all threads. `link`: bytes a second that at most arrive.
         """
-        moved, _, seconds = self._accumulate(batch, algo, micro_tokens, link)
-        return seconds, moved.seconds
+        moved, _, (seconds, cpu) = self._accumulate(batch, algo, micro_tokens, link)
+        return {"seconds": seconds, "waited": moved.seconds, "cpu": cpu}
 
     def _accumulate(
         self, batch: Any, algo: Any, micro_tokens: int, link: float = math.inf
-    ) -> tuple[MovedData, Any, float]:
-        """What the passes of one update moved, the packed tokens of this rank, and their seconds."""
+    ) -> tuple[MovedData, Any, tuple[float, float]]:
+        """What the passes of one update moved, the packed tokens of this rank, and their seconds, of the clock and of CPU."""
         from rondel.train.advantages import compute_advantages
         from rondel.train.step_metrics import StepMetricSums
 
@@ -187,10 +187,10 @@ class RankTrainer:
         t._annotate(batch, algo.needs)
         compute_advantages(batch, algo)
         with counted_collectives(link) as moved:
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             t._accumulate_gradients(batch, algo, sums, proximal_noted=False)
-            seconds = time.perf_counter() - began
-        return moved, sums.packed, seconds
+            spent = time.perf_counter() - began, time.process_time() - cpu
+        return moved, sums.packed, spent
 
     def _whole_gradient(self) -> np.ndarray:
         """Of all stages of a pipeline, in the order of the model."""
