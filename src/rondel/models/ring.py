@@ -1,4 +1,4 @@
-"""Gather and reduce-scatter of rows as steps round a ring, between which a rank computes (arXiv:2205.05198, section 4.2.2).
+"""Gather and reduce-scatter of rows as steps round a ring, beside which a rank computes (doi:10.1145/3567955.3567959).
 
     gather   step s of rank i:  multiplies run i - s, while it goes on to rank i + 1 and run i - s - 1 comes from rank i - 1
     reduce   step s of rank i:  computes its part of run i - 1 - s, while the sum of that run so far comes from rank i - 1

@@ -1,4 +1,4 @@
-"""Products of tensor parallelism beside the rows that travel for them (async TP, arXiv:2205.05198).
+"""Products of tensor parallelism beside the rows that travel for them (async TP, doi:10.1145/3567955.3567959).
 
     rows lie apart              every rank, all rows                               rows lie apart
     [t, D] ──► q k v, gate up: run by run, as they come ──► attention, gate ──► o, down: run by run, as they go ──► [t, D]
