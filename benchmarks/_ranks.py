@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -161,7 +163,21 @@ class RankTrainer:
 
     def gradient(self, batch: Any, algo: Any, micro_tokens: int) -> tuple[np.ndarray, dict[str, int], int]:
         """Of one update, whole, in one vector; the bytes that this rank moved for it; the packed tokens that it saw."""
+        moved, tokens, _ = self._accumulate(batch, algo, micro_tokens)
+        self.trainer.weights.gradient_norm()
+        return self._whole_gradient(), moved.bytes, sum(self.ranks.gather_data_ranks(tokens))
 
+    def time_passes(self, batch: Any, algo: Any, micro_tokens: int, link: float) -> dict[str, float]:
+        """`seconds` of the forward and backward passes of one update, those of them inside of collectives (`waited`), and
+        `cpu` seconds of all threads. `link`: bytes a second that at most arrive.
+        """
+        moved, _, (seconds, cpu) = self._accumulate(batch, algo, micro_tokens, link)
+        return {"seconds": seconds, "waited": moved.seconds, "cpu": cpu}
+
+    def _accumulate(
+        self, batch: Any, algo: Any, micro_tokens: int, link: float = math.inf
+    ) -> tuple[MovedData, Any, tuple[float, float]]:
+        """What the passes of one update moved, the packed tokens of this rank, and their seconds, of the clock and of CPU."""
         from rondel.train.advantages import compute_advantages
         from rondel.train.step_metrics import StepMetricSums
 
@@ -170,10 +186,11 @@ class RankTrainer:
         t.weights.zero_grad()
         t._annotate(batch, algo.needs)
         compute_advantages(batch, algo)
-        with counted_collectives() as moved:
+        with counted_collectives(link) as moved:
+            began, cpu = time.perf_counter(), time.process_time()
             t._accumulate_gradients(batch, algo, sums, proximal_noted=False)
-        t.weights.gradient_norm()
-        return self._whole_gradient(), moved, sum(self.ranks.gather_data_ranks(sums.packed))
+            spent = time.perf_counter() - began, time.process_time() - cpu
+        return moved, sums.packed, spent
 
     def _whole_gradient(self) -> np.ndarray:
         """Of all stages of a pipeline, in the order of the model."""
@@ -187,16 +204,38 @@ class RankTrainer:
         return torch.cat([told[name] for name in order]).double().numpy()
 
 
+@dataclass
+class MovedData:
+    """Bytes that a rank received, by operation, and the seconds that it spent in them.
+
+    link  bytes a second of a slower link: no operation ends before its bytes could have come, and nobody computes meanwhile
+    """
+
+    bytes: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    link: float = math.inf
+
+    @contextmanager
+    def operation(self, name: str, bytes_: float, since: float | None = None) -> Iterator[None]:
+        """`since`: when its bytes set out; now without."""
+        self.bytes[name] = self.bytes.get(name, 0) + round(bytes_)
+        began = time.perf_counter()
+        yield
+        arrival = (began if since is None else since) + bytes_ / self.link
+        time.sleep(max(0.0, arrival - time.perf_counter()))
+        self.seconds += time.perf_counter() - began
+
+
 @contextmanager
-def counted_collectives() -> Iterator[dict[str, int]]:
-    """Bytes that this rank receives, by operation: of S bytes over n ranks (n-1)/n S in a gather, a reduce-scatter
-    or a broadcast of one's part, twice that in an all-reduce, and S from a neighbour.
+def counted_collectives(link: float = math.inf) -> Iterator[MovedData]:
+    """What this rank receives: of S bytes over n ranks (n-1)/n S in a gather, a reduce-scatter or a broadcast of one's
+    part, twice that in an all-reduce, and S from a neighbour, or from the one before in a ring. `link`: of `MovedData`.
     """
     import torch.distributed as dist
 
     from rondel.models.collectives import RankGroup
 
-    moved: dict[str, int] = {}
+    moved = MovedData(link=link)
 
     def larger(args: tuple[Any, ...], how: dict[str, Any]) -> int:
         return max(x.nbytes for x in (*args, *how.values()) if hasattr(x, "nbytes"))
@@ -213,26 +252,36 @@ def counted_collectives() -> Iterator[dict[str, int]]:
                 share = float(dist.get_rank(group) != max(how.get("group_src", -1), how.get("group_dst", -1)))
             else:
                 share = (1 - 1 / dist.get_world_size(group)) * (2 if name == "all_reduce" else 1)
-            moved[name] = moved.get(name, 0) + round(share * bytes_)
-            return own(*args, **how)
+            with moved.operation(name, share * bytes_):
+                return own(*args, **how)
 
         return call
 
     def exchange(ranks: RankGroup, x: Any, out: Any, sent: Any = None, got: Any = None) -> Any:
         """Received, rows of each rank; without `got` as many of each."""
         runs = got or [len(out) // ranks.size] * ranks.size
-        bytes_ = out[:1].nbytes * (sum(runs) - runs[ranks.index])
-        moved["all_to_all"] = moved.get("all_to_all", 0) + bytes_
-        return own_exchange(ranks, x, out, sent, got)
+        with moved.operation("all_to_all", out[:1].nbytes * (sum(runs) - runs[ranks.index])):
+            return own_exchange(ranks, x, out, sent, got)
 
-    own_exchange = RankGroup.all_to_all
+    def shift(ranks: RankGroup, x: Any, out: Any) -> Callable[[], None]:
+        began = time.perf_counter()
+        with moved.operation("shift", 0):
+            wait = own_shift(ranks, x, out)
+
+        def timed_wait() -> None:
+            with moved.operation("shift", out.nbytes, since=began):
+                wait()
+
+        return timed_wait
+
+    own_exchange, own_shift = RankGroup.all_to_all, RankGroup.shift
     known = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
     try:
         for name, own in known.items():
             setattr(dist, name, counting(name, own))
-        RankGroup.all_to_all = exchange
+        RankGroup.all_to_all, RankGroup.shift = exchange, shift
         yield moved
     finally:
-        RankGroup.all_to_all = own_exchange
+        RankGroup.all_to_all, RankGroup.shift = own_exchange, own_shift
         for name, own in known.items():
             setattr(dist, name, own)

@@ -15,7 +15,7 @@ formula      the same by the sum of what each axis moves, L layers of two parts,
                       (what lies at the root is gathered once: 2 P)
              replicas 2 P (n-1)/n of a shard's numbers      sum of its gradients
              tp, sp   ((8 L + 2) T D + 2 T D + 2 M D + 8 M) (n-1)/n     borders of parts and of the run of layers, embedding,
-                      head, four sums a target; of matrices, vocabulary, keys and values / n
+                      head, four sums a target; of matrices, vocabulary, keys and values / n; round a ring (overlap) as many
              cp       6 L S K d (n-1)/n     K, V gathered twice and scattered once, of the S tokens that are shared
                       (core/row_split.py): none of short families, all of one long sample (--long); T / n, M / n
              pp       2 T D (n v-1)/n + M (n-1)/n     states forward, their gradient back, of v chunks; logprobs to all;
@@ -25,13 +25,18 @@ formula      the same by the sum of what each axis moves, L layers of two parts,
              Left out: what data ranks tell each other of their tokens, and sums of norms whose matrices are cut: below 1 %.
              Of a row without a critic. Of flow_video, whose samples lie over cp, that of `rondel plan`
              (planner/flow_cost.py).
-All ranks are processes of this machine over gloo: their speed is not measured.
+All ranks are processes of this machine over gloo: their speed says little of devices, and is measured on request alone,
+
+    rondel bench mesh --meshes tp=2 tp=2,overlap=true --families llama --rows grpo --hidden 512 --pairs 12
+
+which gives seconds of an update on each mesh, in turn, and how many of them ranks spend in collectives; with --link 100e6 as if messages took longer (_mesh_time.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -95,6 +100,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--long", type=int, default=0, help="tokens of one long sample beside the groups")
+    parser.add_argument(
+        "--pairs", type=int, default=0, help="time so many updates on each mesh in turn, and nothing else"
+    )
+    parser.add_argument(
+        "--link", type=float, default=math.inf, help="with --pairs: bytes a second that a rank receives at most"
+    )
+    parser.add_argument("--hidden", type=int, default=0, help="width of the model that is timed, 64 without")
+    parser.add_argument("--prompt", type=int, default=11, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=24, help="tokens of the longest answers")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
 
@@ -102,10 +116,24 @@ def main(argv: list[str] | None = None) -> None:
 
     from rondel.core.mesh import Mesh
 
+    meshes = {
+        words: Mesh(**{key: _value(text) for key, _, text in (word.partition("=") for word in words.split(","))})
+        for words in a.meshes
+    }
     told: dict[str, Any] = {}
+    if a.pairs:
+        from _mesh_time import time_in_turn
+
+        size = {"groups": a.groups, "samples": a.samples, "prompt": a.prompt, "new": a.new, "long": a.long}
+        for family in a.families:
+            for row in a.rows:
+                told[f"{family} {row}"] = time_in_turn(
+                    meshes, _spec(family, a.hidden), row, pairs=a.pairs, link=a.link, **size
+                )
+        report(told, only_json=a.json)
+        return
     alone = _alone(a)
-    for words in a.meshes:
-        mesh = Mesh(**{key: _value(text) for key, _, text in (word.partition("=") for word in words.split(","))})
+    for words, mesh in meshes.items():
         told[words] = on_mesh(mesh, alone, a)
     worst = max(cell["difference"] for rows in told.values() for cell in rows.values())
     report({"worst_difference": worst, **told}, only_json=a.json)
@@ -136,7 +164,7 @@ def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, 
             if family == FLOW:
                 batch = batch_of(synthetic_chains(lively_model(_spec(family)), 0, **how, new=6))
             else:
-                batch = batch_of(synthetic_groups(0, **how, prompt=11, new=24, long=a.long))
+                batch = batch_of(synthetic_groups(0, **how, prompt=a.prompt, new=a.new, long=a.long))
             one = RankTrainer(0)
             one.make(_spec(family), algo)
             whole = one.gradient(copy.deepcopy(batch), algo, 10**6)[0]
@@ -150,8 +178,11 @@ def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, 
     return found
 
 
-def _spec(family: str) -> dict[str, Any]:
-    return {"random": family, "seed": 3, **MODELS[family]}
+def _spec(family: str, hidden: int = 0) -> dict[str, Any]:
+    """`hidden`: another width, with the rest of the model in proportion."""
+    spec = {"random": family, "seed": 3, **MODELS[family]}
+    wider = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "head_dim": hidden // 4}
+    return spec | (wider | {"max_position_embeddings": 4096} if hidden else {})
 
 
 def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace) -> dict[str, Any]:

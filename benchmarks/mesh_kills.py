@@ -40,7 +40,7 @@ from rondel.runtime.journal.log import read
 
 PATIENCE = 6.0
 MESHES = [
-    *("tp=2", "pp=2", "pp=2,chunks=2", "ep=2", "cp=2", "shards=2,tp=2"),
+    *("tp=2", "pp=2", "pp=2,chunks=2", "ep=2", "cp=2", "shards=2,tp=2", "tp=2,overlap=true"),
     *("tp=2 engines tp=2", "tp=2 engines tp=2,ep=2"),
 ]
 WORKER = re.compile(r"(trainer|engine)-\d+(-rank-\d+)?")
@@ -109,7 +109,7 @@ def settings_of(words: str, steps: int) -> dict[str, Any]:
 
 
 def _axes(words: str) -> dict[str, int]:
-    return {axis: int(n) for axis, _, n in (word.partition("=") for word in words.split(","))}
+    return {axis: n == "true" or int(n) for axis, _, n in (word.partition("=") for word in words.split(","))}
 
 
 class MeshChaos:

@@ -66,6 +66,7 @@ PROCESSES = {  # more interpreters, which import torch, and what the compiler ha
     "contention": "--model {model} --pairs 1 --prompts 1 --group 2 --new 4",
     "engine_ranks, requests apart": "--requests-apart --families mixtral",
     "overlap": f"--rounds 1 --steps 4 --tokens 4 --clock 0.02 --hidden 32 {TINY}",
+    "mesh, in turn": "--meshes tp=2 tp=2,overlap=true --families llama --rows grpo --groups 1 --samples 2 --pairs 1",
     "activations, each case apart": "--model {model} --tokens 32 --recompute layers --activations disk",
     "decode, compiled": "--model {model} --running 1 --new 4 --rounds 1 --profile 0 --threads 1",
     "process_rewards, by a model": "--answers 2 --new 24 --hidden 32 --layers 2 --latency 0.01 --pairs 1 --cases model",

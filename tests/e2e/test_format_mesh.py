@@ -81,19 +81,20 @@ WIDE = {"model__path__hidden_size": 64, "model__path__num_attention_heads": 4, "
 OVER_TP = WIDE | {
     "place__kind": "split",
     "place__cluster": "process",
-    "place__mesh": {"tp": 2},
     "loop__warmup__steps": 1,
 }
 
 
 @pytest.mark.slow
-def test_a_run_in_a_format_over_tp_computes_on_both_sides_with_the_same_weights(tmp_path):
+@pytest.mark.parametrize("overlap", covering([False, True], [True]))
+def test_a_run_in_a_format_over_tp_computes_on_both_sides_with_the_same_weights(tmp_path, overlap):
     """Rows of 32 numbers lie whole on two ranks of a small model; blocks of 128 do not, and are refused with the remedy."""
-    run(tmp_path / "int4", **OVER_TP, model__format="int4", loop__steps=1)
+    over_tp = OVER_TP | {"place__mesh": {"tp": 2, "overlap": overlap}}
+    run(tmp_path / "int4", **over_tp, model__format="int4", loop__steps=1)
     [*_, last] = events(tmp_path / "int4", "StepDone")
     assert last["step"] == 2 and last["metrics"]["train/gap_max"] < 1e-4
     with pytest.raises(ConfigError, match=r"blocks of 128 x 128.*take a format whose blocks lie in rows"):
-        run(tmp_path / "fp8", **OVER_TP, model__format="fp8", loop__steps=1)
+        run(tmp_path / "fp8", **over_tp, model__format="fp8", loop__steps=1)
 
 
 def test_which_parts_have_whole_blocks():

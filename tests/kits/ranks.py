@@ -100,12 +100,12 @@ class Rank:
         self.meeting = Rendezvous("127.0.0.1")
         return self.meeting.address
 
-    def join(self, address: tuple[str, int], mesh: Mesh) -> None:
+    def join(self, address: tuple[str, int], mesh: Mesh, patience: float = 60) -> None:
         if dist.is_initialized():  # another mesh before this one
             self.trainer = None
             dist.destroy_process_group()
         meeting = self.meeting if self.rank == 0 else Rendezvous.connect_to(address)
-        self.ranks = FsdpRank(self.rank, mesh, meeting, patience=60)
+        self.ranks = FsdpRank(self.rank, mesh, meeting, patience=patience)
 
     def make(
         self,
@@ -175,6 +175,11 @@ class Rank:
                 patch.setattr(collectives, name, counting(getattr(collectives, name)))
             self.gradient(b, algo)
         return sum(moved)
+
+    def shift_once(self) -> None:
+        """One step of a ring."""
+        with self.ranks.collective_section("a step of a ring"):
+            self.ranks.tensor.shift(torch.zeros(3), torch.zeros(3))()
 
     def dispatched_bytes(self, b, algo) -> int:
         """Rows that came to this rank's experts, what came back from others', and the gradients of both, in one update."""

@@ -185,6 +185,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path):
         ({"model__adapter__kind": "lora"}, "drop model.adapter"),
         ({"engine__numerics": "aligned"}, 'engine.numerics = "fast"'),
         ({"place__mesh": {"layers": "megatron", "tp": 2}}, "set sp = false beside tp"),
+        ({"place__mesh": {"layers": "megatron", "tp": 2, "overlap": True}}, "leave overlap out"),
         ({"place__mesh": {"layers": "megatron", "shards": 2, "ep": 2}}, "ep = 2"),
         ({"trainer__memory": {"recompute": "mlp"}}, 'recompute = "layers"'),
         ({"trainer__micro_tokens": {"buckets": "auto"}}, "give trainer.micro_tokens a number"),

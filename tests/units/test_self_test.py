@@ -51,6 +51,7 @@ MIXTURE = {"random": "mixtral", "num_local_experts": 4, "hidden_size": 32, "num_
     ("model", "mesh", "said"),
     [
         (LLAMA, {"tp": 16}, "tp = 16 does not divide"),
+        (LLAMA, {"tp": 2, "overlap": True}, ""),
         (LLAMA, {"ep": 2}, "no experts that ep could lay apart"),
         (LLAMA, {"pp": 3}, "2 layers: every stage needs one"),
         (MIXTURE, {"ep": 3}, "ep = 3 does not divide the 4 experts"),

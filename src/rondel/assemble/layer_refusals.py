@@ -33,6 +33,7 @@ def refuse_layers(job: Job) -> None:
             'multiplies in an order of its own: set engine.numerics = "fast"',
         ),
         (mesh.ep == 1, f"keeps all experts of a layer on a rank, and ep = {mesh.ep}: use shards, cp or pp"),
+        (not mesh.overlap, "has sums of its own, which rows do not pass round a ring: leave overlap out"),
         (mesh.tp == 1 or not mesh.sp, "sums whole rows between the parts of a layer: set sp = false beside tp"),
         (
             job.trainer.memory.recompute != "mlp",

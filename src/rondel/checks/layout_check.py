@@ -56,7 +56,7 @@ def _try_layout(what: str, attempt: Callable[[], object]) -> CheckFinding:
 def _check_layout(loaded: LoadedModel, mesh: Mesh) -> None:
     """What its ranks would refuse. Raises ConfigError, ModelError."""
     refuse_mesh(loaded, mesh)
-    check_tensor_parallel(loaded.model, mesh.tp)
+    check_tensor_parallel(loaded.model, mesh.tp, overlap=mesh.overlap)
     if mesh.ep > 1:
         check_experts(loaded.model, mesh.ep)
     if mesh.pp > 1:

@@ -32,6 +32,7 @@ class Mesh:
     ep: int = 1
     chunks: int = 1  # runs of layers of each stage of pp
     sp: bool = True  # rows between the parts of a layer lie apart over tp
+    overlap: bool = False  # these rows travel while the products beside them compute
     # when shards travel; none of these changes the gradient
     prefetch: int = 0  # layers that are gathered ahead of the one that computes
     reduce: str = "micro_batch"  # gradients are summed after each "micro_batch", or once an "update"
@@ -44,6 +45,11 @@ class Mesh:
             raise ValueError(
                 f"chunks = {self.chunks} divides each stage of a pipeline, and pp = 1 is no pipeline: set pp to 2 or "
                 "more, or leave chunks out"
+            )
+        if self.overlap and (self.tp == 1 or not self.sp):
+            raise ValueError(
+                f"overlap = true with tp = {self.tp} and sp = {str(self.sp).lower()}: it is for rows that lie apart over tp; "
+                "set tp to 2 or more and sp = true, or leave overlap out"
             )
         if self.shards * self.cp * self.tp % self.ep:
             raise ValueError(
@@ -79,6 +85,7 @@ class Mesh:
         """As a recipe says it: "{ shards = 2, tp = 4 }"."""
         told = [f"{axis} = {n}" for axis in (*AXES, "ep", "chunks") if (n := getattr(self, axis)) > 1]
         told += [] if self.sp or self.tp == 1 else ["sp = false"]
+        told += ["overlap = true"] if self.overlap else []
         told += [f"prefetch = {self.prefetch}"] if self.prefetch else []
         told += [f'{key} = "update"' for key in ("reduce", "reshard") if getattr(self, key) == "update"]
         return f"{{ {', '.join(told)} }}" if told else "{}"

@@ -14,7 +14,8 @@ T rows · n ranks. Rows lie in runs, one a rank, in the order of the ranks; a ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
@@ -69,6 +70,16 @@ class RankGroup:
         self.group.recv([x], source, 0).wait()
         return x
 
+    def shift(self, x: Tensor, out: Tensor) -> Callable[[], None]:
+        """Begin to send x to the next rank of a ring, and to receive in `out` what the one before sends; both know the
+        lengths, and what is empty does not travel. -> a function that waits for both; until then they stay as they are.
+        """
+        ops = [(dist.isend, x, self.index + 1), (dist.irecv, out, self.index - 1)]
+        messages = [
+            dist.P2POp(op, t, group=self.group, group_peer=peer % self.size) for op, t, peer in ops if t.numel()
+        ]
+        return functools.partial(wait_for_neighbours, dist.batch_isend_irecv(messages) if messages else [])
+
     def gather_first(self, x: Tensor) -> list[Tensor]:
         """The x of every rank, equal in shape, on the first rank; nothing on the others."""
         options = dist.GatherOptions()
@@ -76,6 +87,12 @@ class RankGroup:
         out = [torch.empty_like(x) for _ in range(self.size)] if self.index == 0 else []
         self.group.gather([out] if out else [], [x], options).wait()
         return out
+
+
+def wait_for_neighbours(works: Sequence[Any]) -> None:
+    """Until all messages have come and gone."""
+    for work in works:
+        work.wait()
 
 
 def gather_runs(x: Tensor, lengths: Sequence[int], ranks: RankGroup) -> Tensor:

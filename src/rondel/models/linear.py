@@ -141,12 +141,12 @@ class LinearProduct(torch.autograd.Function):
         flat = grad.flatten(0, -2)
         return (
             matmul(flat, weight).view_as(x) if wants_x else None,
-            _weight_gradient(weight, flat, x.flatten(0, -2)) if wants_weight else None,
+            weight_gradient(weight, flat, x.flatten(0, -2)) if wants_weight else None,
             flat.sum(0) if wants_bias else None,
         )
 
 
-def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """grad [N, O]ᵀ @ x [N, I]: added to the optimizer's accumulator in fp32 where there is one (-> None), else
     returned.
     """

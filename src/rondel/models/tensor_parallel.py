@@ -28,6 +28,7 @@ from rondel.models.blocks import decoder_blocks, map_hidden
 from rondel.models.collectives import RankGroup, enter_cut, gather_rows, keep_rows, leave_cut
 from rondel.models.head import decoder_of
 from rondel.models.linear import product
+from rondel.models.ring_products import install_ring, ring_products
 from rondel.models.shard_cut import ShardCut, even_runs, split_shards
 from rondel.models.tensor_cuts import TensorCuts
 from rondel.models.vocabulary_part import VocabularyPart
@@ -59,15 +60,17 @@ def cut_model(
     ranks: RankGroup,
     *,
     sequence: bool = True,
+    overlap: bool = False,
     runs: Sequence[Sequence[nn.Module]] | None = None,
     instead: str = MESH,
     apart: Collection[str] = (),
 ) -> TensorCuts:
     """Keep this rank's part of a whole model, in place. `sequence`: rows between the parts of a layer lie apart, too.
+    `overlap`: these travel while the products beside them compute (models/ring_products.py); with `sequence`.
     `runs`: of a stage of a pipeline, its runs of layers. `instead`: what is to be used where a model cannot be cut.
     `apart`: parameters that are not cut, of experts that lie whole on some rank each (models/expert_parallel.py).
 
-    Raises ModelError where heads and ranks do not divide, or nothing could be cut.
+    Raises ModelError where heads and ranks do not divide, or nothing could be cut or overlapped.
     """
     decoder, found = decoder_of(model), TensorCuts(ranks, sequence)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -77,13 +80,18 @@ def cut_model(
     planned = _planned_cuts(
         decoder, model.config.get_text_config(), ranks.size, {n.removeprefix(prefix) for n in apart}
     )
+    if overlap:
+        _check_overlap(model, decoder, planned)
     for block in chain.from_iterable(runs):
         name = next(n for n, module in decoder.named_modules() if module is block)
         for part_name, part in block.named_children():
             own = {n: cut for n, cut in planned.items() if n.startswith(f"{name}.{part_name}.")}
             if own or any(n.startswith(f"{prefix}{name}.{part_name}.") for n in apart):
                 _cut_part(decoder, part, own, ranks)
-                _add_borders(part, found, cut=True)
+                if overlap and (products := ring_products(part, _cuts_inside(own, f"{name}.{part_name}"))):
+                    install_ring(part, products, ranks, functools.partial(_runs, ranks))
+                else:
+                    _add_borders(part, found, cut=True)
                 found.cuts |= {prefix + n: cut for n, cut in own.items()}
                 found.partial |= (
                     {f"{prefix}{name}.{part_name}.{n}" for n, _ in part.named_parameters()}
@@ -105,10 +113,28 @@ def cut_model(
     return found
 
 
-def check_tensor_parallel(model: Any, tp: int, instead: str = MESH) -> None:
+def check_tensor_parallel(model: Any, tp: int, instead: str = MESH, *, overlap: bool = False) -> None:
     """What `cut_model` would refuse of a model that lies whole here, or on "meta". Raises ModelError."""
-    if tp > 1 and not _planned_cuts(decoder_of(model), model.config.get_text_config(), tp, set()):
+    if tp == 1:
+        return
+    if not (planned := _planned_cuts(decoder := decoder_of(model), model.config.get_text_config(), tp, set())):
         raise _uncut(model, instead)
+    if overlap:
+        _check_overlap(model, decoder, planned)
+
+
+def _check_overlap(model: Any, decoder: Any, planned: dict[str, ShardCut]) -> None:
+    parts = {_part_of(name) for name in planned}
+    if not any(ring_products(decoder.get_submodule(part), _cuts_inside(planned, part)) for part in parts):
+        raise ModelError(
+            f"overlap = true has no effect on model type '{model.config.model_type}': no attention or feed-forward part of "
+            "its layers has only matrices that read its input and one that makes its output; leave overlap out"
+        )
+
+
+def _cuts_inside(cuts: dict[str, ShardCut], part: str) -> dict[str, ShardCut]:
+    """By the names that parameters have in a part."""
+    return {name.removeprefix(f"{part}."): cut for name, cut in cuts.items() if name.startswith(f"{part}.")}
 
 
 def _uncut(model: Any, instead: str) -> ModelError:

@@ -224,7 +224,9 @@ class FsdpRank(SingleRank):
             names.checkpoint_pieces(model)  # of whole tensors, asked for before they are cut
             own = None if layers is None else layers.own_runs
             apart = [] if self.experts is None else expert_parameters(model)
-            self._cuts[model] = cut_model(model, self.tensor, sequence=self.mesh.sp, runs=own, apart=apart)
+            self._cuts[model] = cut_model(
+                model, self.tensor, sequence=self.mesh.sp, overlap=self.mesh.overlap, runs=own, apart=apart
+            )
         if self.experts is not None:
             names.checkpoint_pieces(model)
             self._expert_cuts[model] = cut_experts(model, self.experts, self.tensor)

@@ -63,7 +63,7 @@ def check_cut(
     name = f"'{held.name}' ({held.model.config.model_type}): cut over {axis} ranks,"
     remedy = "some part of it cannot be cut that way. Use place.mesh with shards or cp instead"
     if mesh.sp and mesh.tp > 1:
-        remedy += ", or try sp = false"
+        remedy += ", or leave overlap out" if mesh.overlap else ", or try sp = false"
     try:
         found = logprobs_of(held, probe)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError) as error:

@@ -36,6 +36,11 @@ class MeshConfig(SettingsTable):
         "parallel)",
     )
     sp: bool = Field(True, description="with tp, rows between the parts of a layer lie apart, too (sequence parallel)")
+    overlap: bool = Field(
+        False,
+        description="with tp and sp, these rows travel round a ring while the products beside them compute (async TP); "
+        "not yet run on GPUs",
+    )
 
     layers: Literal["transformers", "megatron"] = Field(
         "transformers",
@@ -71,6 +76,7 @@ class MeshConfig(SettingsTable):
             ep=self.ep,
             chunks=self.chunks,
             sp=self.sp,
+            overlap=self.overlap,
             prefetch=self.prefetch,
             reduce=self.reduce,
             reshard=self.reshard,
