@@ -25,7 +25,7 @@ from rondel.core.sandbox_types import CommandResult
 LONG, SHORT = 1.0, 0.5  # seconds that a step waits for output that is due; between two looks at nothing
 PLACE = "/tmp/.relay"
 # stdin: the program, which removes its file when it has read it. The supervisor answers on a socket that only this box
-# has, and removes it at the program's end
+# has, and removes it before it tells of the program's end
 SUPERVISOR = """
 import base64, json, os, socket, subprocess, sys, threading
 code = sys.stdin.read()
@@ -69,10 +69,10 @@ while True:
             told = {name: base64.b64encode(data).decode() for name, data in said.items()}
             said.update(stdout=b"", stderr=b"")
             news.notify_all()
+        if code is not None: os.unlink(home)
         lines.write(json.dumps({"code": code, **told}).encode() + b"\\n")
         lines.flush()
     if code is not None: break
-os.unlink(home)
 """
 STEP = """
 import socket, sys
