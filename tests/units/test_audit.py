@@ -191,7 +191,7 @@ def test_patterns_take_no_time_on_what_a_policy_can_write(piece):
             found.append(time.process_time() - began)
         return min(found)
 
-    assert least(2000, 2) < 10 * least(500, 3) + 0.02
+    assert least(1000, 2) < 10 * least(250, 3) + 0.02
 
 
 def test_reward_against_the_group_and_over_steps():

@@ -175,13 +175,13 @@ def test_a_command_that_is_not_there():
         Mcp("mcp:nosuch --fast")
 
 
-def test_a_picture_of_a_server_is_seen_by_who_can_see(own):
+def test_a_picture_of_a_server_is_seen_by_who_can_see(http):
     """A vision model reads its pixels; another one its name; one that cannot be read is the server's fault."""
     pillow = pytest.importorskip("PIL")
     from kits.vision import model
     from rondel.generate.envs.chat import TokenChat
 
-    m, asked = model(), []
+    m, asked, env = model(), [], Tools([Mcp(f"mcp:{http}")])
 
     def play(said: str, **more):
         t = m.tokenizer
@@ -193,7 +193,7 @@ def test_a_picture_of_a_server_is_seen_by_who_can_see(own):
 
         asked.clear()
         own_chat = TokenChat(t, answer, sampling=Sampling(max_tokens=64), key=lambda n: n, max_context=2048, **more)
-        return asyncio.run(Tools([own]).run(TASK, own_chat))
+        return asyncio.run(env.run(TASK, own_chat))
 
     seen = play(call("look"), sight=m.sight)
     (place,) = seen.media

@@ -191,15 +191,16 @@ def test_every_key_that_a_message_names_exists():
         if any(part in str(path) for part in KEYS_OF_OTHERS):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        nodes = list(ast.walk(tree))
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         docs = {
             id(node.body[0].value)
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, kinds) and node.body and isinstance(node.body[0], ast.Expr)
         }
         texts = [
             node.value
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
         ]
         found = [

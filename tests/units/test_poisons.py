@@ -35,6 +35,7 @@ FORMS = {
 def pool():
     with RewardPool({"kind": "code", "seconds": 0.7, "packages": []}, timeout=20.0, lends=LENDS) as made:
         yield made
+        assert scored(made, "def f(x): return x + x + 1", FORMS["assert"]).value == 0.0, "a wrong one after the last"
 
 
 def scored(pool: RewardPool, text: str, data: dict) -> Score | Failed:
@@ -44,10 +45,10 @@ def scored(pool: RewardPool, text: str, data: dict) -> Score | Failed:
 @pytest.mark.parametrize("name", POISONS)
 def test_a_poisoned_answer_earns_nothing_and_changes_nothing(pool, name):
     before = set(pool._hired)
+    # after the poison before: a worker that it had won over would now pay
     for form in list(FORMS)[: 2 if name in SLOW else 4]:
         assert scored(pool, POISONS[name], FORMS[form]) == Score(0.0, {"passed": 0.0}), form
     assert scored(pool, "def f(x): return x * x", FORMS["assert"]).value == 1.0, "a right one after them"
-    assert scored(pool, "def f(x): return x + x + 1", FORMS["assert"]).value == 0.0, "and a wrong one"
     assert pool._hired == before and all(worker.process.poll() is None for worker in before)
 
 

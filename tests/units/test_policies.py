@@ -241,7 +241,7 @@ def test_a_token_of_a_version_that_its_policy_never_had_is_a_broken_law():
 def test_an_interrupted_run_goes_on_to_the_same_bits_and_its_folder_holds_every_policy(tmp_path):
     """Aligned: in which batch a turn is computed depends on when the turn before it ended, and so on the clock."""
     settings = dict(
-        loop__steps=6,
+        loop__steps=4,
         run__checkpoint__every=2,
         engine__numerics="aligned",
         task__data={"kind": "digits", "holdout": 6},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
+import sys
 
 import pytest
 
@@ -174,8 +175,8 @@ def test_an_unlock_too_many_is_noticed():
 @pytest.mark.slow
 def test_a_path_deeper_than_the_recursion_limit_is_forgotten():
     """A conversation that grows by one token a turn is a path of as many nodes."""
-    tree = RadixTree()
-    for n in range(1, 3000):
+    tree, deep = RadixTree(), sys.getrecursionlimit() + 200
+    for n in range(1, deep + 1):
         tree.insert((0, "", ""), [1] * n, list(range(n)))
-    assert sum(1 for _ in tree.iter_nodes()) == 2999
-    assert len(tree.free_stale_nodes(1)) == 2999 and tree.cached == 0 and not tree.roots
+    assert sum(1 for _ in tree.iter_nodes()) == deep
+    assert len(tree.free_stale_nodes(1)) == deep and tree.cached == 0 and not tree.roots

@@ -228,6 +228,8 @@ def service(monkeypatch, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    python = Path(sys.executable).resolve().parent  # else `python3` may be a script of pyenv's that looks for one
+    monkeypatch.setenv("PATH", f"{python}{os.pathsep}{os.environ['PATH']}")
     for name in ("E2B_API_KEY", "DAYTONA_API_KEY", "KUBERNETES_TOKEN"):
         monkeypatch.setenv(name, "the-key")
     monkeypatch.setattr(providers.time, "sleep", lambda seconds: None)

@@ -24,8 +24,9 @@ from rondel.core.sandbox_types import CommandResult
 
 LONG, SHORT = 1.0, 0.5  # seconds that a step waits for output that is due; between two looks at nothing
 PLACE = "/tmp/.relay"
+PYTHON = ("python3", "-I", "-S", "-c")  # the standard library alone, whatever lies where it starts
 # stdin: the program, which removes its file when it has read it. The supervisor answers on a socket that only this box
-# has, and removes it at the program's end
+# has, and removes it before it tells of the program's end
 SUPERVISOR = """
 import base64, json, os, socket, subprocess, sys, threading
 code = sys.stdin.read()
@@ -69,10 +70,10 @@ while True:
             told = {name: base64.b64encode(data).decode() for name, data in said.items()}
             said.update(stdout=b"", stderr=b"")
             news.notify_all()
+        if code is not None: os.unlink(home)
         lines.write(json.dumps({"code": code, **told}).encode() + b"\\n")
         lines.flush()
     if code is not None: break
-os.unlink(home)
 """
 STEP = """
 import socket, sys
@@ -98,7 +99,7 @@ class RelayedProgram:
     def __init__(self, box: CommandBox, code: str, stdin: int, stdout: int, stderr: int) -> None:
         self.box, self.place = box, f"{PLACE}-{os.urandom(4).hex()}"
         self.began, self.code, self.fault = time.monotonic(), None, ""  # type: float, int | None, str
-        done = box.run(["python3", "-c", SUPERVISOR, self.place], stdin=code.encode(errors="replace"), wall=30.0)
+        done = box.run([*PYTHON, SUPERVISOR, self.place], stdin=code.encode(errors="replace"), wall=30.0)
         if not done.ok:
             said = done.stderr.decode(errors="replace").strip()[-300:]
             raise SandboxError(f"a program of the box did not begin: {said or done.ended}")
@@ -142,7 +143,7 @@ class RelayedProgram:
 
     def _step(self, data: bytes, *, end: bool, wait: float) -> dict[str, Any]:
         asked = {"stdin": base64.b64encode(data).decode(), "end": end, "wait": wait}
-        done = self.box.run(["python3", "-c", STEP, self.place], stdin=json.dumps(asked).encode(), wall=wait + 30)
+        done = self.box.run([*PYTHON, STEP, self.place], stdin=json.dumps(asked).encode(), wall=wait + 30)
         try:
             told: dict[str, Any] = json.loads(done.stdout)
         except ValueError:

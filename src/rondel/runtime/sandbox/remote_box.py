@@ -22,6 +22,7 @@ from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.runtime.sandbox.external import ENV, ExternalSandbox
 from rondel.runtime.sandbox.leftovers import Leftovers, end_left_boxes
 from rondel.runtime.sandbox.providers import PROVIDERS, Provider, delete_box
+from rondel.runtime.sandbox.relay import PYTHON
 
 CHUNK = 60_000  # characters of one shell line
 MARK = "rondel-result:"
@@ -110,7 +111,7 @@ class RemoteBox(ExternalSandbox):
         word = base64.b64encode(json.dumps(asked).encode()).decode()
         if len(word) > CHUNK:
             word = self._upload(word)
-        said = self.provider.execute(self.name, f"python3 -c {shlex.quote(RUNNER)} {word}", wall + 30.0)
+        said = self.provider.execute(self.name, f"{shlex.join((*PYTHON, RUNNER))} {word}", wall + 30.0)
         _, mark, rest = said.rpartition(MARK)
         try:
             told = json.loads(rest.splitlines()[0]) if mark else {}

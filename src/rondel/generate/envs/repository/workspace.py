@@ -57,7 +57,8 @@ class Workspace:
         limits = Limits(wall=max(seconds, FILE_SECONDS), **LIMITS)
         self.imports: tuple[str, ...] = ()
         settings: dict[str, Any] = {}
-        if shows_host(sandbox):
+        self._shows_host = shows_host(sandbox)
+        if self._shows_host:
             modules, imports, _ = installed_modules(tuple(task.settings.packages))
             self.imports = tuple(map(os.path.realpath, imports))
             settings = {"shown": (*modules, *shown)}
@@ -126,6 +127,8 @@ class Workspace:
 
     def environment(self) -> dict[str, str]:
         env = dict(self.task.settings.env)
+        if self._shows_host:  # its python3 may have plugins beside it, which no task asked for
+            env.setdefault("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         own = [os.path.join(self.root, part) for part in env.pop("PYTHONPATH", "").split(":") if part]
         return env | {
             "PYTHONPATH": ":".join([*own, OWN, *self.imports]),
