@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -123,12 +124,15 @@ def test_tests_and_what_stands_in_for_them_are_restored_and_counted(tmp_path):
     assert files["tests/test_sums.py"] == own.files["tests/test_sums.py"]
     score = grade(own, cheats, Sandbox())
     assert (score.value, score.parts) == (0.0, {"fail_to_pass": 0.0, "pass_to_pass": 1.0, "tests_edited": 7.0})
-    forger = {
+    plugin = {
         "quiet.py": RepositoryFile(b"def pytest_runtest_call(item): item.obj = lambda: 0\n"),
         "quiet-1.dist-info/METADATA": RepositoryFile(b"Name: quiet\nVersion: 1\n"),
         "quiet-1.dist-info/entry_points.txt": RepositoryFile(b"[pytest11]\nquiet = quiet\n"),
     }
-    assert grade(own, forger, Sandbox()).value == 0.0, "a plugin is loaded where a command names it"
+    everything = {"protected": [], "env": {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": ""}}
+    for kept, value in ((["protected", "env"], 1.0), (["protected"], 0.0), (["env"], 0.0)):
+        settings = own.settings.model_copy(update={key: everything[key] for key in kept})
+        assert grade(replace(own, settings=settings), plugin, Sandbox()).value == value, "a plugin of the policy's own"
     gone = grade(own, {"sums.py": RepositoryFile(b"import os\nos._exit(0)\n")}, Sandbox())
     assert gone.value == 0.0 and gone.parts["pass_to_pass"] == 0.0, "a run of the tests without an end is no pass"
 

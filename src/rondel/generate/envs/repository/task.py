@@ -30,6 +30,7 @@ PROTECTED = (
     "test_*.py", "*_test.py", "tests/*", "test/*", "*/tests/*", "*/test/*", "conftest.py", "*/conftest.py",
     "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "noxfile.py", "sitecustomize.py",
     "usercustomize.py", "*/sitecustomize.py", "*/usercustomize.py", "*.pth",
+    "*.dist-info/*", "*.egg-info/*",  # entry points: pytest loads a plugin that one names
 )  # fmt: skip
 
 
