@@ -21,6 +21,9 @@ class ImageFeatures:
     def select_rows(self, index: Tensor) -> ImageFeatures:
         return ImageFeatures(self.main.index_select(0, index), tuple(d.index_select(0, index) for d in self.deep))
 
+    def to(self, device: torch.device) -> ImageFeatures:
+        return ImageFeatures(self.main.to(device), tuple(d.to(device) for d in self.deep))
+
     @classmethod
     def concat_features(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
         if len(parts) == 1:
