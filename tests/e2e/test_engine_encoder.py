@@ -17,8 +17,11 @@ import torch
 from kits import engine as plain
 from kits.engine import all_of, engine, idle, prompt, twin, watched
 from kits.engine_ranks import EncodedEngines, same_answers
+from kits.runs import check, events, final
 from kits.sync import Publisher, wrote
 from kits.vision import MUTUAL, ask, image, model, recipe, stream
+from kits.workers import children
+from rondel.assemble import train
 from rondel.assemble.engine_encoder import EngineEncoder
 from rondel.assemble.refusals import _check_engine_ranks
 from rondel.assemble.served_engine import ServerSettings, open_engine
@@ -26,7 +29,9 @@ from rondel.core.config.job import Job
 from rondel.core.config.place import PlaceConfig
 from rondel.core.errors import ConfigError, EngineError, SyncError, UserError
 from rondel.generate.engine.builtin import encoder_lead
+from rondel.generate.pictures import url_of
 from rondel.models import vision
+from rondel.models.save import save_model
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import WeightUpdate
@@ -316,7 +321,7 @@ def test_what_does_not_combine_is_refused():
 def test_a_model_of_text_and_a_number_format_are_refused_before_they_are_loaded(engines):
     e = EngineEncoder.__new__(EngineEncoder)
     e.cluster = ExitStack()
-    with pytest.raises(ConfigError, match="the model reads text alone. Leave out encoders, or take a vision-language"):
+    with pytest.raises(ConfigError, match=r"the model reads text alone\. Leave out encoders, or take a vision-language"):
         e.load({"random": "llama"}, "float32", engines.device)
     with pytest.raises(ConfigError, match=r"a number format \(fp8\) do not reach its tower"):
         e.load(recipe(), "float32", engines.device, "fp8")
@@ -347,3 +352,53 @@ def test_an_encoder_that_is_killed_is_named(tmp_path):
     finally:
         made.close()
     assert len(made.ended) == 1 and "engine engine cannot go on: worker engine-encoder" in made.ended[0]
+
+
+SMALL = {
+    "place.kind": "split", "place.threads": 1, "model.vision": {"tower": "trained"}, "loop.steps": 3,
+    "loop.warmup.steps": 0, "loop.groups_per_step": 4, "algo.group_size": 4, "task.data.size": 24, "task.data.holdout": 4,
+    "run.sinks": [], "run.checkpoint.every": 0,
+}  # fmt: skip
+
+
+def test_a_run_with_pictures_learns_what_it_does_with_one_process(tmp_path):
+    """Its tower learns, too: every update goes on to the encoder."""
+    for name, engines in (("one", {}), ("two", {"encoders": 1})):
+        changes = {"run.folder": str(tmp_path / name), "place.engines": engines}
+        train(Job.read(RECIPE, {**SMALL, **changes}), quiet=True)
+    one, two = (check(tmp_path / name, staleness=0, total=3) for name in ("one", "two"))
+    assert [row["tokens"] for row in one] == [row["tokens"] for row in two] and all(row["media"] for row in two)
+    assert all(e["probe_gap"] < 1e-5 for e in events(tmp_path / "two", "Synced"))
+    a, b = (final(tmp_path / name) for name in ("one", "two"))
+    assert any("visual" in name for name in a)
+    assert all(torch.allclose(a[name], b[name], atol=1e-5) for name in a if name.startswith("model"))
+
+
+def test_a_server_with_an_encoder(tmp_path):
+    """It answers about pictures as one process does, takes weights from a folder, and ends with its encoder."""
+    pytest.importorskip("openai")
+    from kits.serve import Server, until
+
+    m = model()
+    later = Publisher(twin(m))
+    later.train()
+    for name, loaded in (("first", m), ("second", later.loaded)):
+        save_model(loaded, tmp_path / name)
+    tokens, media = stream(m, 3, image(m, 1), 2, image(m, 2, 2, 3), 4)
+    given = {"input_ids": tokens, "image_data": [url_of(place.image) for place in media]}
+    server = Server(tmp_path / "first", tmp_path, "--encoders", "1", "--kv-pages", "512")
+    try:
+        for number, loaded in enumerate((m, later.loaded)):
+            if number:
+                server.ok("/update_weights_from_disk", model_path=str(tmp_path / "second"), weight_version="7")
+            how = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+            told = server.ok("/generate", **given, sampling_params=how)
+            [one] = asyncio.run(all_of(engine(twin(loaded)), [ask(tokens, media, temperature=0)]))
+            assert told["output_ids"] == one.tokens
+        [nursery] = [pid for pid in children(server.process.pid) if children(pid)]
+        [encoder] = children(nursery)
+        os.kill(encoder, signal.SIGKILL)
+        until(lambda: server.process.poll() is not None, 30)
+        assert server.process.poll() == 1 and "worker engine-encoder" in server.said() and "SIGKILL" in server.said()
+    finally:
+        server.stop()

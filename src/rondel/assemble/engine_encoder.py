@@ -96,7 +96,9 @@ class EngineEncoder:
         widths, digests = answer.result()
         own = device.call(lambda: {n: names.tensor_digest(t) for n, t in vision.tower_tensors(loaded.model).items()})
         if digests != own:
-            raise ModelError(f"the encoder process of '{loaded.name}' has loaded other weights: does its folder change?")
+            raise ModelError(
+                f"the encoder process of '{loaded.name}' has loaded other weights: does its folder change?"
+            )
         self.lead = EncoderLead(loaded, self.worker.ask, widths, digests)
         self.worker.ask("live").add_done_callback(self._on_end)
         return self.lead
@@ -115,7 +117,10 @@ class EngineEncoder:
 def _refuse(path: str | dict[str, Any], form: str) -> None:
     """Before any weight is read."""
     for found, what in (
-        (form != "none", f"weights in a number format ({form}) do not reach its tower. Leave out encoders or the format"),
+        (
+            form != "none",
+            f"weights in a number format ({form}) do not reach its tower. Leave out encoders or the format",
+        ),
         (
             tokenizer_of(path)[2] is None,
             "the model reads text alone. Leave out encoders, or take a vision-language model",

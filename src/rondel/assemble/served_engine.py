@@ -231,14 +231,11 @@ def _rank_devices(device: str, settings: ServerSettings) -> tuple[str, ...]:
         return (device,)
     if settings.compile:
         raise UserError(
-            f"--compile with {key}: an engine of several processes runs its passes operation by "
-            "operation; leave it out"
+            f"--compile with {key}: an engine of several processes runs its passes operation by operation; leave it out"
         )
     if device == "cpu":
         return (device,) * n
     first, there = int(device.partition(":")[2] or 0), torch.cuda.device_count()
     if first + n > there:
-        raise UserError(
-            f"{key} asks for {n} GPUs from number {first} on, and this machine has {there}: use fewer"
-        )
+        raise UserError(f"{key} asks for {n} GPUs from number {first} on, and this machine has {there}: use fewer")
     return tuple(f"cuda:{first + i}" for i in range(n))

@@ -71,7 +71,9 @@ def run(
     encoders: Annotated[
         int,
         typer.Option(
-            min=0, max=1, help="1: another process encodes the pictures of a vision-language model, on a GPU of its own."
+            min=0,
+            max=1,
+            help="1: another process encodes the pictures of a vision-language model, on a GPU of its own.",
         ),
     ] = 0,
     adapter: Annotated[

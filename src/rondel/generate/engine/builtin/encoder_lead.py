@@ -57,7 +57,11 @@ class EncoderLead:
     caches = 1
 
     def __init__(
-        self, loaded: LoadedModel, ask: Callable[..., Future[Any]], widths: list[tuple[int, str]], digests: dict[str, str]
+        self,
+        loaded: LoadedModel,
+        ask: Callable[..., Future[Any]],
+        widths: list[tuple[int, str]],
+        digests: dict[str, str],
     ) -> None:
         self.loaded, self.ask, self.widths, self.digests = loaded, ask, widths, digests
         self.updates, self.lost = 0, ""

@@ -1,8 +1,8 @@
 """The vision tower of a model, alone in a process: it encodes pictures, and takes new weights.
 
-    encode   picture ──tower──> features, written into memory that the engine maps
-    stage    tensors that have changed ──> beside those that serve
-    commit   from here on pictures are encoded with them; who still waits for features of the old ones gets none
+encode   picture ──tower──> features, written into memory that the engine maps
+stage    tensors that have changed ──> beside those that serve
+commit   from here on pictures are encoded with them; who still waits for features of the old ones gets none
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rondel.models.image_features import ImageFeatures
 from rondel.models.main_grad import weights_changed
 
 if TYPE_CHECKING:
-    from rondel.core.media import Image, ImageProcessorConfig
+    from rondel.core.media import Image
     from rondel.models.loaded_model import LoadedModel
     from rondel.models.names import TensorShape
 
@@ -55,7 +55,10 @@ class TowerEncoder:
         """
         if updates != self.updates:
             return False
-        features, memory = feature_tensors(self._look([image])), SharedTensors(feature_shapes(self.widths, image.tokens), path)
+        features, memory = (
+            feature_tensors(self._look([image])),
+            SharedTensors(feature_shapes(self.widths, image.tokens), path),
+        )
         for name, place in memory.map_tensors().items():
             place.copy_(features[name])
         memory.close()
@@ -68,7 +71,9 @@ class TowerEncoder:
         staged = memory.read_tensors()
         memory.close()
         if wrong := [name for name, t in staged.items() if names.tensor_digest(t) != digests[name]]:
-            raise SyncError(f"{len(wrong)} tensors came to the encoder with other bits than were sent, first {wrong[0]}")
+            raise SyncError(
+                f"{len(wrong)} tensors came to the encoder with other bits than were sent, first {wrong[0]}"
+            )
         device = next(iter(vision.tower_tensors(self.model).values())).device
         self._staged.tensors = {name: t.to(device) for name, t in staged.items()}
         self._began = digests
