@@ -246,6 +246,36 @@ def test_no_feature_outlives_its_weights(of, engines, way):
     transport.close()
 
 
+def test_a_drain_ends_what_has_begun(of, engines):
+    """A prompt that an update has cut in two waits for its second picture, and the drain for its answer."""
+    e, m = of(prefill_tokens=8)
+    trainer = Publisher(twin(m), transport=FromTensor())
+    long = ask(*stream(m, 3, image(m, 1), 12, image(m, 2), 5), key=1)
+
+    async def scenario():
+        asked = asyncio.ensure_future(e.generate(long))
+        while e.account.counts["steps"] < 1:
+            await asyncio.sleep(0)
+        await e.pause("hold")
+        trainer.train()
+        assert await update_of(trainer)(trainer, e) == 1
+        engines.held = []
+        await e.resume()
+        late = asyncio.ensure_future(e.generate(plain.ask(prompt(1, 9))))
+        drained = asyncio.ensure_future(e.pause("drain"))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(engines.held) == 1 and not drained.done()
+        engines.let_go()
+        await drained
+        assert asked.done() and len((await asked).tokens) == 8 and e.state == "held"
+        await e.resume()
+        await late
+
+    asyncio.run(scenario())
+    idle(e)
+
+
 def test_a_frozen_tower_does_not_travel_and_a_failed_update_leaves_the_old_one(of, engines):
     e, m = of(transports={"ipc": FromIpc()})
     trainer, lead = Publisher(twin(m), transport=FromIpc()), e.runner.eyes.encoder

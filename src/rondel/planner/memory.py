@@ -175,7 +175,7 @@ def memory_bills(setting: Workload) -> list[MemoryBill]:
         MemoryBill("engine", memory, nonempty_rows(setting.hardware, engine_memory(setting))),
     ]
     if setting.encoders:
-        found.append(MemoryBill("encoder", memory, nonempty_rows(setting.hardware, encoder_memory(setting))))
+        found.insert(1, MemoryBill("encoder", memory, nonempty_rows(setting.hardware, encoder_memory(setting))))
     for other in setting.policies:  # on devices of their own
         own = replace(setting, shape=other.shape, policies=())
         if not other.frozen:

@@ -137,6 +137,14 @@ class EncoderLead:
             take(answer)
         return features
 
+    async def wait_for(self, begun: Iterable[SequenceState]) -> bool:
+        """Until the pictures that these requests wait for are encoded. -> were there any?"""
+        looking = [live.gaze.ahead for live in begun if live.gaze is not None and live.gaze.ahead is not None]
+        waited = [asyncio.wrap_future(features) for ahead in looking for features in ahead.unanswered]
+        if waited:
+            await asyncio.wait(waited)
+        return bool(waited)
+
     def change_weights(self, digests: dict[str, str], updates: int) -> None:
         """The encoder has new tensors with these digests. On the device's thread, in which nothing is computed meanwhile."""
         self._known.clear()
@@ -187,7 +195,7 @@ class RequestFeatures:
                 return True
             self._updates = self._lead.updates
             self._parts |= {image.digest: self._lead.request_features(image) for image in new}
-        return not all(features.done() for features in self._parts.values())
+        return bool(self.unanswered)
 
     def encoded(self, digest: str) -> ImageFeatures | None:
         """On the host, those of a picture under the present weights, if they are there. EngineError if they never will."""
@@ -197,6 +205,10 @@ class RequestFeatures:
         if (error := features.exception()) is not None:
             raise EngineError(f"a picture was not encoded: {error}") from error
         return features.result()
+
+    @property
+    def unanswered(self) -> list[Features]:
+        return [features for features in self._parts.values() if not features.done()]
 
     def release(self) -> None:
         """They are computed, or of other weights."""

@@ -111,6 +111,15 @@ class ServingLoop(StepTask):
             if self.speculation is not None and (guessed := self.speculation.take_new_counts())[0]:
                 emit(Speculated(*guessed))
 
+    async def wait_until_stopped(self) -> None:
+        """While it drains, half written answers go on as soon as their pictures are encoded."""
+        await super().wait_until_stopped()
+        s = self.scheduler
+        while (encoder := self.runner.eyes.encoder) is not None and not self.lifecycle.admits:
+            if not await encoder.wait_for([*s.running, *(live for live in s.waiting if live.written)]):
+                return
+            await super().wait_until_stopped()
+
     async def _run_step(self) -> int | None:
         """-> how many tokens were drawn; None: nothing can be computed before pictures of those who run are encoded."""
         scheduler, version = self.scheduler, self.lifecycle.version
