@@ -351,7 +351,9 @@ def test_what_does_not_combine_is_refused():
 def test_a_model_of_text_and_a_number_format_are_refused_before_they_are_loaded(engines):
     e = EngineEncoder.__new__(EngineEncoder)
     e.cluster = ExitStack()
-    with pytest.raises(ConfigError, match=r"the model reads text alone\. Leave out encoders, or take a vision-language"):
+    with pytest.raises(
+        ConfigError, match=r"the model reads text alone\. Leave out encoders, or take a vision-language"
+    ):
         e.load({"random": "llama"}, "float32", engines.device)
     with pytest.raises(ConfigError, match=r"a number format \(fp8\) do not reach its tower"):
         e.load(recipe(), "float32", engines.device, "fp8")

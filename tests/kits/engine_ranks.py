@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tomllib
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -99,8 +100,9 @@ class EncodedEngines:
         settings = RankSettings("engine", ("cpu", "cpu"), cluster, threads=1, patience=patience)
         self.encoder = EngineEncoder(settings, self.ended.append, {})
 
-    def of(self, kind: str, **settings) -> BuiltinEngine:
-        lead = self.encoder.join(partial(vision_model, kind), self.device)
+    def of(self, kind: str | Callable[..., LoadedModel], **settings) -> BuiltinEngine:
+        """`kind`: of `kits.vision`, or what loads the model in both processes."""
+        lead = self.encoder.join(partial(vision_model, kind) if isinstance(kind, str) else kind, self.device)
         lead.ask, self.send = self._ask, lead.ask
         return self.device.call(lambda: engine(lead.loaded, **{"run": self.device.run, "ranks": lead, **settings}))
 

@@ -206,7 +206,10 @@ def test_an_encoder_has_the_tower_and_takes_its_time_off_the_engine():
     plain, apart = asked("gpus=6"), asked("gpus=8", "encoders=1")
     assert (plain.engine_count, apart.engine_count, apart.engine_size, apart.engine_unit) == (2, 2, 1, 2)
     pools = {bill.pool: bill for bill in memory_bills(apart)}
-    assert list(pools) == ["trainer", "encoder", "engine"] and [b.pool for b in memory_bills(plain)] == ["trainer", "engine"]
+    assert list(pools) == ["trainer", "encoder", "engine"] and [b.pool for b in memory_bills(plain)] == [
+        "trainer",
+        "engine",
+    ]
     weights = 2 * plain.shape.tower.parameter_count
     assert pools["encoder"].rows["tower weights"] == dict.fromkeys(PHASES, weights)
     assert pools["engine"].rows == memory_bills(plain)[1].rows, "the engine keeps the tower, too"

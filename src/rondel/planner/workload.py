@@ -527,7 +527,9 @@ def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:
         raise ConfigError(f"host_optimizer = yes is for one device that trains, and these are {setting.train_devices}")
     if setting.engine_unit > setting.engine_devices:
         key = "encoders" if setting.encoders else "data" if setting.data > 1 else "tensor"
-        raise ConfigError(f"{key} = {setting.encoders or setting.engine_size}, but only {setting.engine_devices} devices serve")
+        raise ConfigError(
+            f"{key} = {setting.encoders or setting.engine_size}, but only {setting.engine_devices} devices serve"
+        )
     if "tensor" not in given and setting.data == 1 and (tensor := _min_tensor_parallel(setting)) > setting.tensor:
         setting = replace(setting, tensor=tensor)
         assumed.append(
