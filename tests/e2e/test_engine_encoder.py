@@ -28,7 +28,7 @@ from rondel.assemble.served_engine import ServerSettings, open_engine
 from rondel.core.config.job import Job
 from rondel.core.config.place import PlaceConfig
 from rondel.core.errors import ConfigError, EngineError, SyncError, UserError
-from rondel.generate.engine.builtin import encoder_lead
+from rondel.generate.engine.builtin import encoder_client
 from rondel.generate.pictures import url_of
 from rondel.models import vision
 from rondel.models.save import save_model
@@ -139,7 +139,7 @@ def test_features_that_are_held_have_a_bound(of, monkeypatch):
     e, m = of()
     lead = e.runner.eyes.encoder
     size = 8 * lead._cell_bytes
-    monkeypatch.setattr(encoder_lead, "ROOM", size)
+    monkeypatch.setattr(encoder_client, "ROOM", size)
     requests = [ask(*stream(m, 2, image(m, 2 * i), 3, image(m, 2 * i + 1), 4), key=i, n=3) for i in range(6)]
     most, take = [], lead.request_features
 
@@ -221,11 +221,11 @@ def test_no_feature_outlives_its_weights(of, engines, way):
         while len(e.scheduler.waiting) < 3:
             await asyncio.sleep(0)
         if (ahead := e.runner.eyes.encoder) is not None:
-            ahead.ask_ahead([e.scheduler.waiting[0]])
+            ahead.ask_ahead([e.scheduler.waiting[0].gaze.ahead])
             while not all(f.done() for f in ahead._features.values()):
                 await asyncio.sleep(0)
             engines.held = []
-            ahead.ask_ahead(e.scheduler.waiting)
+            ahead.ask_ahead([live.gaze.ahead for live in e.scheduler.waiting if live.gaze])
             assert len(engines.held) == 1
         trainer.train()
         assert await update(trainer, e) == 1

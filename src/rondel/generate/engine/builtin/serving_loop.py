@@ -116,7 +116,8 @@ class ServingLoop(StepTask):
         await super().wait_until_stopped()
         s = self.scheduler
         while (encoder := self.runner.eyes.encoder) is not None and not self.lifecycle.admits:
-            if not await encoder.wait_for([*s.running, *(live for live in s.waiting if live.written)]):
+            begun = [*s.running, *(live for live in s.waiting if live.written)]
+            if not await encoder.wait_for(live.gaze.ahead for live in begun if live.gaze is not None):
                 return
             await super().wait_until_stopped()
 
@@ -127,7 +128,7 @@ class ServingLoop(StepTask):
         plan = begun = self.ahead.take_plan() if self.ahead is not None else None
         if plan is None:
             if (encoder := self.runner.eyes.encoder) is not None:
-                encoder.ask_ahead(scheduler.waiting)
+                encoder.ask_ahead(live.gaze.ahead for live in scheduler.waiting if live.gaze is not None)
             plan = scheduler.plan_step(version, fresh=self.lifecycle.admits)
         felt = bool(scheduler.waiting) and len(scheduler.running) >= scheduler.limit
         if begun is None and not plan.tokens:

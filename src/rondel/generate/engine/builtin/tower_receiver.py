@@ -20,15 +20,15 @@ from rondel.models import names, vision
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
     from rondel.core.types import Commit, Route
-    from rondel.generate.engine.builtin.encoder_lead import EncoderLead
+    from rondel.generate.engine.builtin.encoder_client import EncoderClient
 
 
 class TowerReceiver(WeightReceiver):
     """The engine's side of an update."""
 
-    def __init__(self, lead: EncoderLead, transports: Mapping[str, Transport]) -> None:
-        super().__init__(lead.loaded, transports)
-        self.lead = lead
+    def __init__(self, client: EncoderClient, transports: Mapping[str, Transport]) -> None:
+        super().__init__(client.loaded, transports)
+        self.client = client
         self._new: dict[str, str] = {}  # digests of tensors that the encoder does not serve yet
 
     async def receive_data(self, route: Route, run: Callable[..., Awaitable[Any]]) -> None:
@@ -37,7 +37,7 @@ class TowerReceiver(WeightReceiver):
         for name, own in vision.tower_tensors(self.loaded.model).items():  # between two of them the device is free
             tensor = self._staged.tensors.get(name, own)
             digest = await run(names.tensor_digest, tensor)
-            if digest != self.lead.digests[name]:
+            if digest != self.client.digests[name]:
                 self._new[name], changed[name] = digest, tensor
         if changed:
             await self._stage_tensors(changed, run)
@@ -48,13 +48,13 @@ class TowerReceiver(WeightReceiver):
         try:
             for name, place in memory.map_tensors().items():
                 await run(place.copy_, changed[name])
-            await asyncio.wrap_future(self.lead.ask("stage", shapes, self._new, memory.path))
+            await asyncio.wrap_future(self.client.ask("stage", shapes, self._new, memory.path))
         finally:
             memory.close()
 
     def commit_update(self, commit: Commit) -> None:
         super().commit_update(commit)
-        self.lead.change_weights(self._new, self.lead.ask("commit", self._new).result())
+        self.client.change_weights(self._new, self.client.ask("commit", self._new).result())
 
     def drop_update(self) -> bool:
         self._new = {}

@@ -20,7 +20,7 @@ from rondel.models.image_features import ImageFeatures, VisionFeatures
 
 if TYPE_CHECKING:
     from rondel.core.types import Request
-    from rondel.generate.engine.builtin.encoder_lead import EncoderLead, RequestFeatures
+    from rondel.generate.engine.builtin.encoder_client import EncoderClient, RequestFeatures
     from rondel.models.loaded_model import LoadedModel
 
 ROOM = 1 << 28  # bytes of features that are kept
@@ -45,7 +45,7 @@ class RequestImages:
 
     @classmethod
     def from_request(
-        cls, request: Request, sight: ImageProcessorConfig | None, encoder: EncoderLead | None = None
+        cls, request: Request, sight: ImageProcessorConfig | None, encoder: EncoderClient | None = None
     ) -> RequestImages:
         tokens, media = request.tokens, request.media
         keys, rows = content_keys(tokens, media), position_rows(len(tokens), media)
@@ -76,7 +76,7 @@ class VisionEncoderCache:
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.looked = 0  # pictures that the tower of this process has encoded
-        self.encoder: EncoderLead | None = None  # another process that has the tower, too
+        self.encoder: EncoderClient | None = None  # another process that has the tower, too
         self.known: OrderedDict[str, ImageFeatures] = OrderedDict()
 
     def check_request(self, request: Request) -> None:
