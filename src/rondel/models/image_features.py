@@ -49,3 +49,13 @@ class VisionFeatures:
         """[T] the image of each packed token, -1 for text."""
         numbers = torch.full((total,), -1, dtype=torch.int64, device=self.rows.device)
         return numbers.index_copy(0, self.rows, torch.zeros_like(self.rows) if self.images is None else self.images)
+
+
+def feature_tensors(features: ImageFeatures) -> dict[str, Tensor]:
+    """[n, D] each, by the number of the layer that reads it; "0" is for the embeddings."""
+    return {str(number): tensor for number, tensor in enumerate((features.main, *features.deep))}
+
+
+def feature_shapes(widths: list[tuple[int, str]], cells: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """What `feature_tensors` gives of so many cells."""
+    return {str(number): ((cells, width), dtype) for number, (width, dtype) in enumerate(widths)}

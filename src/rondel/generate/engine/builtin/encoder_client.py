@@ -23,8 +23,7 @@ import torch
 
 from rondel.core.errors import EngineError, WorkerError
 from rondel.generate.engine.builtin.shared_tensors import SharedTensors
-from rondel.generate.engine.builtin.tower_encoder import feature_shapes
-from rondel.models.image_features import ImageFeatures
+from rondel.models.image_features import ImageFeatures, feature_shapes
 
 if TYPE_CHECKING:
     from rondel.core.media import Image, ImagePlaceholder

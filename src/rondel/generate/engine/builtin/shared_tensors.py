@@ -9,11 +9,13 @@ import mmap
 import os
 from collections.abc import Mapping
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rondel.models.names import TensorShape
+if TYPE_CHECKING:
+    from rondel.models.names import TensorShape
 
 ALIGNED = 64  # bytes: where each tensor begins
 

@@ -7,7 +7,6 @@ commit   from here on pictures are encoded with them; who still waits for featur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ from rondel.core.errors import SyncError
 from rondel.generate.engine.builtin.shared_tensors import SharedTensors
 from rondel.generate.engine.builtin.weight_receiver import StagedWeights
 from rondel.models import names, vision
-from rondel.models.image_features import ImageFeatures
+from rondel.models.image_features import ImageFeatures, feature_shapes, feature_tensors
 from rondel.models.main_grad import weights_changed
 
 if TYPE_CHECKING:
@@ -94,13 +93,3 @@ class TowerEncoder:
     def drop(self) -> None:
         """Forget what is staged."""
         self._staged, self._began = StagedWeights(self.model), {}
-
-
-def feature_tensors(features: ImageFeatures) -> dict[str, torch.Tensor]:
-    """[n, D] each, by the number of the layer that reads it; "0" is for the embeddings."""
-    return {str(number): tensor for number, tensor in enumerate((features.main, *features.deep))}
-
-
-def feature_shapes(widths: list[tuple[int, str]], cells: int) -> Mapping[str, TensorShape]:
-    """What `feature_tensors` gives of so many cells."""
-    return {str(number): ((cells, width), dtype) for number, (width, dtype) in enumerate(widths)}
