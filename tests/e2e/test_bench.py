@@ -65,6 +65,7 @@ PROCESSES = {  # more interpreters, which import torch, and what the compiler ha
     "adapters": "--model {model} --clients 2 --steps 1 --samples 2 --new 4 --threads 1",
     "contention": "--model {model} --pairs 1 --prompts 1 --group 2 --new 4",
     "engine_ranks, requests apart": "--requests-apart --families mixtral",
+    "engine_ranks, pictures": "--pictures 2 --running 1 --new 4 --rounds 1",
     "overlap": f"--rounds 1 --steps 4 --tokens 4 --clock 0.02 --hidden 32 {TINY}",
     "mesh, in turn": "--meshes tp=2 tp=2,overlap=true --families llama --rows grpo --groups 1 --samples 2 --pairs 1",
     "activations, each case apart": "--model {model} --tokens 32 --recompute layers --activations disk",

@@ -15,7 +15,7 @@ from kits.engine import all_of, ask, engine, idle, inline, plain_logprobs, promp
 from kits.engine_ranks import RankedEngines, same_answers, whole
 from kits.runs import check, events, final, run
 from kits.sync import Publisher, ShardedPublisher, wrote
-from kits.workers import alive
+from kits.workers import alive, children
 from rondel.core.config.place import PlaceConfig
 from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
 from rondel.core.events import GroupFinished, subscribe
@@ -554,12 +554,3 @@ def test_a_server_of_two_processes(tmp_path, axis):
         until(lambda: not alive(nursery), 10)
     finally:
         server.stop()
-
-
-def children(of):
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{pid}/stat") as stat:
-            if int(stat.read().rpartition(")")[2].split()[1]) == of:
-                found.append(int(pid))
-    return found

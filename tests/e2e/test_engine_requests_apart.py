@@ -253,7 +253,7 @@ def test_what_does_not_combine_is_refused(engines):
         ({"dp": 2, "ep": 2, "tp": 2}, "--dp 2 with --tp 2 is not supported"),
         ({"dp": 2, "ep": 2, "speculative": "draft:x"}, "--dp 2 has no cache for a draft model"),
         ({"dp": 2, "ep": 2, "compile": True, "device": "cpu"}, "--compile with --dp 2"),
-        ({"dp": 2, "ep": 2, "numerics": "aligned"}, "leave out --tp, --dp and --compile"),
+        ({"dp": 2, "ep": 2, "numerics": "aligned"}, "leave out --tp, --dp, --encoders and --compile"),
     ):
         with pytest.raises(UserError, match=said), ExitStack() as ends:
             open_engine("nowhere", ServerSettings(**served), ends)

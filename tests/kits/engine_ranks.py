@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import tomllib
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import pytest
 
 from kits.engine import SIZE, engine, tiny
 from kits.families import model as family
+from kits.vision import model as vision_model
+from rondel.assemble.engine_encoder import EngineEncoder
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings
 from rondel.core.types import Completion
 from rondel.generate.engine.builtin.engine import BuiltinEngine
@@ -77,4 +81,43 @@ class RankedEngines:
 
     def close(self) -> None:
         self.ranks.close(self.device)
+        self.device.close()
+
+
+class EncodedEngines:
+    """`engines.of("qwen3_vl")`: an engine with an encoder process; the one before it is over.
+
+    held   while it is a list, pictures that are asked for wait in it until `let_go`
+    asked  verbs that the encoder was told
+    """
+
+    def __init__(self, logs: Path, patience: float = 20.0) -> None:
+        self.ended: list[str] = []
+        self.asked: list[str] = []
+        self.held: list[tuple[Future[Any], tuple[Any, ...]]] | None = None
+        self.device = Device("cpu", 1)
+        cluster = partial(ProcessCluster, logs, patience=patience)
+        settings = RankSettings("engine", ("cpu", "cpu"), cluster, threads=1, patience=patience)
+        self.encoder = EngineEncoder(settings, self.ended.append, {})
+
+    def of(self, kind: str | Callable[..., LoadedModel], **settings) -> BuiltinEngine:
+        """`kind`: of `kits.vision`, or what loads the model in both processes."""
+        lead = self.encoder.join(partial(vision_model, kind) if isinstance(kind, str) else kind, self.device)
+        lead.ask, self.send = self._ask, lead.ask
+        return self.device.call(lambda: engine(lead.loaded, **{"run": self.device.run, "ranks": lead, **settings}))
+
+    def _ask(self, verb: str, *args: Any) -> Future[Any]:
+        self.asked.append(verb)
+        if verb != "encode" or self.held is None:
+            return self.send(verb, *args)
+        self.held.append((Future(), args))
+        return self.held[-1][0]
+
+    def let_go(self) -> None:
+        held, self.held = self.held, None
+        for later, args in held or ():
+            self.send("encode", *args).add_done_callback(lambda now, later=later: later.set_result(now.result()))
+
+    def close(self) -> None:
+        self.encoder.close(self.device)
         self.device.close()

@@ -199,6 +199,28 @@ def test_an_image_costs_room_and_time_by_its_size_and_more_where_the_tower_learn
         what_if(["model=7b", "image=100"])
 
 
+def test_an_encoder_has_the_tower_and_takes_its_time_off_the_engine():
+    def asked(*more):
+        return what_if(["model=qwen2.5-vl-7b", "hardware=h200", "place=split", "trainers=4", "image=4096", *more])
+
+    plain, apart = asked("gpus=6"), asked("gpus=8", "encoders=1")
+    assert (plain.engine_count, apart.engine_count, apart.engine_size, apart.engine_unit) == (2, 2, 1, 2)
+    pools = {bill.pool: bill for bill in memory_bills(apart)}
+    assert list(pools) == ["trainer", "encoder", "engine"] and [b.pool for b in memory_bills(plain)] == [
+        "trainer",
+        "engine",
+    ]
+    weights = 2 * plain.shape.tower.parameter_count
+    assert pools["encoder"].rows["tower weights"] == dict.fromkeys(PHASES, weights)
+    assert pools["engine"].rows == memory_bills(plain)[1].rows, "the engine keeps the tower, too"
+    looking = cost.look_seconds(plain, plain.prompts / 2, 1, plain.hardware.efficiency)
+    assert cost.generation_time(plain).work - cost.generation_time(apart).work == pytest.approx(looking)
+    slow = replace(apart, image=1 << 22)
+    assert cost.generation_time(slow).work == cost.look_seconds(slow, slow.prompts / 2, 1, slow.hardware.efficiency)
+    with pytest.raises(ConfigError, match=r"encoders = 1 encodes pictures, and qwen2\.5-7b reads text alone"):
+        what_if(["model=7b", "gpus=8", "place=split", "trainers=4", "encoders=1"])
+
+
 def test_phases_and_tenants_have_names():
     bill = memory_bills(
         replace(

@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import torch
 
 from rondel.algos.table import SFT
+from rondel.assemble.engine_encoder import EngineEncoder
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process, stay_alive
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment, no_lost_replica
@@ -217,7 +218,7 @@ class DeploymentPlan:
 
     def engine_ranks(
         self, number: int, devices: list[str], threads: int | None, cores: list[tuple[int, ...]]
-    ) -> Callable[..., EngineRanks] | None:
+    ) -> Callable[..., EngineRanks | EngineEncoder] | None:
         """What starts the other processes of an engine that has several."""
         if len(devices) == 1:
             return None
@@ -235,7 +236,8 @@ class DeploymentPlan:
             where.engine_experts_apart,
             where.engine_dp > 1,
         )
-        return partial(EngineRanks, settings, stay_alive if where.cluster == "local" else end_process)
+        made = EngineEncoder if where.engine_encoders else EngineRanks
+        return partial(made, settings, stay_alive if where.cluster == "local" else end_process)
 
     def wal_path(self, engine: int = 0) -> Path | None:
         return self.folder / "wal" / f"engine-{engine}" if self.folder else None
@@ -453,11 +455,7 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     for worker in hosts if led else (*trainers, *hosts):
         job.mark_read(worker.now("read_keys"))
     where = f"{workers} processes with {format_threads(each)} each: {ranks} of the trainer, {engines * n} of the engine"
-    where += (
-        " (prefill apart)"
-        if job.place.engine_prefill
-        else f" ({'dp' if job.place.engine_dp > 1 else 'tp'} = {n})" * (n > 1)
-    )
+    where += f" ({job.place.engine_sizes})" * (n > 1)
     remotes = {
         plan.worker_name("engine", i): RemoteEngine(worker, partial(start_engine, i), longest)
         for i, worker in enumerate(hosts)

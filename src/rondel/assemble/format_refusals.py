@@ -27,7 +27,8 @@ def refuse_formats(job: Job, rows: AlgorithmRows) -> None:
 def _check_held_codes(job: Job) -> None:
     """An engine that keeps codes and scales."""
     odd = {
-        "place.engines.tp, dp or prefill, whose processes cut decoded weights": job.place.engine_processes > 1,
+        "place.engines.tp, dp, prefill or encoders, whose processes cut or share decoded weights": job.place.engine_processes
+        > 1,
         "engine.compile, which records where weights lie": bool(job.engine.compile),
         'trainer = "rounded" on one device, where the engine reads the trainer\'s own tensors (use place.kind = "split")': (
             job.place.one_module and job.model.rollout_format == "none"

@@ -245,7 +245,6 @@ def _check_engine_ranks(job: Job) -> None:
     p, e = job.place, job.engine
     if p.engine_processes == 1:
         return
-    key = "prefill = true" if p.engine_prefill else f"dp = {p.engine_dp}" if p.engine_dp > 1 else f"tp = {p.engine_tp}"
     rules = [
         (
             e.kind == "builtin",
@@ -272,7 +271,9 @@ def _check_engine_ranks(job: Job) -> None:
     ]
     for holds, rule in rules:
         if not holds:
-            raise ConfigError(f"place.engines.{key} {rule}", page="docs/place.md#engines-of-several-processes")
+            raise ConfigError(
+                f"place.engines.{p.engine_sizes} {rule}", page="docs/place.md#engines-of-several-processes"
+            )
 
 
 SOLUTION = "{solution}"  # what a context may not hold that every answer reads

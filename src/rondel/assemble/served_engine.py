@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rondel.assemble.engine_encoder import EngineEncoder
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process
 from rondel.assemble.workers import STEP_ENGINES, pages_of
 from rondel.core.errors import UserError
@@ -53,6 +54,7 @@ class ServerSettings:
     tp: int = 1
     ep: int = 1
     dp: int = 1
+    encoders: int = 0
     compile: bool = False
     drain: float = 30.0
     limits: RequestLimits = field(default_factory=RequestLimits)
@@ -63,7 +65,7 @@ class ServerSettings:
     @property
     def processes(self) -> int:
         """Of the engine."""
-        return self.tp * self.dp
+        return self.tp * self.dp + self.encoders
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
     own, threads = _rank_devices(device_name, settings), settings.threads
     if settings.processes > 1 and threads is None:
         threads = max(1, usable_processors() // settings.processes)
-    device, ranks = Device(own[0], threads), None
+    device = Device(own[0], threads)
+    ranks: EngineRanks | EngineEncoder | None = None
     ends.callback(device.close)
     transports: dict[str, Transport] = {"ipc": FromIpc()}
     if settings.processes == 1:
@@ -95,7 +98,7 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
         cluster = partial(ProcessCluster, patience=PATIENCE)
         ep, dp = settings.ep > 1, settings.dp > 1
         how = RankSettings("engine", own, cluster, threads, experts_apart=ep, requests_apart=dp)
-        ranks = EngineRanks(how, end_process, transports)
+        ranks = (EngineEncoder if settings.encoders else EngineRanks)(how, end_process, transports)
         ends.callback(ranks.close, device)
         loaded = ranks.load(model, settings.dtype, device)
     if settings.numerics == "aligned":
@@ -145,6 +148,7 @@ def _open_stepwise(
         "speculative",
         "tp",
         "dp",
+        "encoders",
         "compile",
         "adapters",
         "kv_pages",
@@ -176,6 +180,9 @@ def _served_name(model: str | dict[str, Any], loaded: LoadedModel, settings: Ser
 
 def _check_processes(settings: ServerSettings) -> None:
     """Before anything is loaded."""
+    if settings.encoders and settings.tp * settings.dp > 1:
+        beside = f"--tp {settings.tp}" if settings.tp > 1 else f"--dp {settings.dp}"
+        raise UserError(f"--encoders {settings.encoders} with {beside} is not supported: leave one of them out")
     if settings.tp > 1 and settings.dp > 1:
         raise UserError(f"--dp {settings.dp} with --tp {settings.tp} is not supported: leave one of them out")
     if settings.dp > 1 and settings.ep != settings.dp:
@@ -197,8 +204,8 @@ def _check_numerics(settings: ServerSettings) -> None:
         raise UserError(f"--numerics {settings.numerics}: it is fast, aligned or rounded")
     if settings.numerics != "fast" and (settings.processes > 1 or settings.compile):
         raise UserError(
-            f"--numerics {settings.numerics} is proved for whole matrices, operation by operation: leave out --tp, --dp "
-            "and --compile"
+            f"--numerics {settings.numerics} is proved for whole matrices, operation by operation: leave out --tp, --dp, "
+            "--encoders and --compile"
         )
 
 
@@ -208,8 +215,8 @@ def _load_adapters(loaded: LoadedModel, settings: ServerSettings, device: Device
         return
     if settings.processes > 1 or settings.compile:
         raise UserError(
-            "adapters of single requests are read by one process, operation by operation: leave out --tp, --dp and "
-            "--compile"
+            "adapters of single requests are read by one process, operation by operation: leave out --tp, --dp, "
+            "--encoders and --compile"
         )
     bank = device.call(AdapterBank, loaded)
     for name, folder in settings.adapters.items():
@@ -218,19 +225,17 @@ def _load_adapters(loaded: LoadedModel, settings: ServerSettings, device: Device
 
 def _rank_devices(device: str, settings: ServerSettings) -> tuple[str, ...]:
     """Of each process of the engine."""
-    n, key = settings.processes, "--dp" if settings.dp > 1 else "--tp"
+    n = settings.processes
+    key = f"--encoders {settings.encoders}" if settings.encoders else f"--{'dp' if settings.dp > 1 else 'tp'} {n}"
     if n == 1:
         return (device,)
     if settings.compile:
         raise UserError(
-            f"--compile with {key} {n}: an engine of several processes runs its passes operation by "
-            "operation; leave it out"
+            f"--compile with {key}: an engine of several processes runs its passes operation by operation; leave it out"
         )
     if device == "cpu":
         return (device,) * n
     first, there = int(device.partition(":")[2] or 0), torch.cuda.device_count()
     if first + n > there:
-        raise UserError(
-            f"{key} {n} asks for that many GPUs from number {first} on, and this machine has {there}: use fewer"
-        )
+        raise UserError(f"{key} asks for {n} GPUs from number {first} on, and this machine has {there}: use fewer")
     return tuple(f"cuda:{first + i}" for i in range(n))

@@ -68,8 +68,10 @@ from rondel.train.step import LocalTrainer
 from rondel.train.teachers import Teacher
 
 if TYPE_CHECKING:
+    from rondel.assemble.engine_encoder import EngineEncoder
     from rondel.assemble.engine_ranks import EngineRanks
     from rondel.generate.engine.builtin.adapter_receiver import AdapterReceiver
+    from rondel.generate.engine.builtin.encoder_lead import EncoderLead
     from rondel.generate.engine.builtin.lead_rank import LeadRank
     from rondel.generate.engine.stepwise.engine import StepwiseEngine
     from rondel.models.compilation import CompiledModel
@@ -88,7 +90,7 @@ def engine_of(
     transports: dict[str, Transport],
     log: Path | None = None,
     claim: MemoryClaim | None = None,
-    ranks: LeadRank | None = None,
+    ranks: LeadRank | EncoderLead | None = None,
     receiver: AdapterReceiver | None = None,
 ) -> tuple[BuiltinEngine | StepwiseEngine[Any], dict[str, str]]:
     """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
@@ -261,7 +263,7 @@ class EngineHost:
         threads: int | None,
         transports: dict[str, Transport],
         log: Path | None,
-        ranks: Callable[[dict[str, Transport]], EngineRanks] | None = None,
+        ranks: Callable[[dict[str, Transport]], EngineRanks | EngineEncoder] | None = None,
     ) -> None:
         self.job, self.device, self.transports, self.log = job, _own_device(device, threads), transports, log
         self.samples = SampleEnd(self.device.name)

@@ -69,6 +69,14 @@ def run(
             min=1, max=64, help="Processes with requests of their own that share the experts of a mixture, one a GPU."
         ),
     ] = 1,
+    encoders: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=1,
+            help="1: another process encodes the pictures of a vision-language model, on a GPU of its own.",
+        ),
+    ] = 0,
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter that clients ask for as a model.")
     ] = None,
@@ -142,6 +150,7 @@ def run(
             tp=tp,
             ep=ep,
             dp=dp,
+            encoders=encoders,
             drain=drain,
             adapters=_parse_adapters(adapter or [], enable_adapters),
             limits=RequestLimits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),

@@ -21,6 +21,9 @@ class ImageFeatures:
     def select_rows(self, index: Tensor) -> ImageFeatures:
         return ImageFeatures(self.main.index_select(0, index), tuple(d.index_select(0, index) for d in self.deep))
 
+    def to(self, device: torch.device) -> ImageFeatures:
+        return ImageFeatures(self.main.to(device), tuple(d.to(device) for d in self.deep))
+
     @classmethod
     def concat_features(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
         if len(parts) == 1:
@@ -46,3 +49,13 @@ class VisionFeatures:
         """[T] the image of each packed token, -1 for text."""
         numbers = torch.full((total,), -1, dtype=torch.int64, device=self.rows.device)
         return numbers.index_copy(0, self.rows, torch.zeros_like(self.rows) if self.images is None else self.images)
+
+
+def feature_tensors(features: ImageFeatures) -> dict[str, Tensor]:
+    """[n, D] each, by the number of the layer that reads it; "0" is for the embeddings."""
+    return {str(number): tensor for number, tensor in enumerate((features.main, *features.deep))}
+
+
+def feature_shapes(widths: list[tuple[int, str]], cells: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """What `feature_tensors` gives of so many cells."""
+    return {str(number): ((cells, width), dtype) for number, (width, dtype) in enumerate(widths)}

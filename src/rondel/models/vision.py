@@ -31,6 +31,22 @@ def vision_tower(model: Any) -> nn.Module:
     return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
 
+def tower_tensors(model: Any) -> dict[str, Tensor]:
+    """Parameters and buffers of the tower, by the model's names."""
+    mine = {id(t) for part in tower_parts(model) for t in (*part.parameters(), *part.buffers())}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named if id(tensor) in mine}
+
+
+def keep_tower(model: Any) -> None:
+    """Let go of everything but the tower, in place: what is left encodes images and nothing else."""
+    inner, tower = model.base_model, set(FAMILIES[model.config.model_type].tower)
+    for owner in {id(m): m for m in (model, inner)}.values():
+        for name, child in list(owner.named_children()):
+            if child is not inner and name not in tower:
+                setattr(owner, name, nn.Module())
+
+
 def language_model(model: Any) -> Any:
     """The decoder beside the tower."""
     return model.base_model.get_submodule(FAMILIES[model.config.model_type].text)

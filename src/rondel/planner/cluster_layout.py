@@ -100,10 +100,8 @@ class ClusterLayout:
         place = self.job.place
         engines = str(max(1, self.engine_count))
         if place.engine_processes > 1:
-            prefill = str(place.engine_prefill).lower()
-            sizes = f"dp = {place.engine_dp}" if place.engine_dp > 1 else f"tp = {place.engine_tp}"
             experts = f", ep = {place.engine_processes}" if place.engine_experts_apart else ""
-            engines = f"{{ count = {place.engine_count}, {sizes}{experts}, prefill = {prefill} }}"
+            engines = f"{{ count = {place.engine_count}, {place.engine_sizes}{experts} }}"
         ranks = [f"--place.ranks={self.ranks}"] if cluster != "torchrun" else []
         words = [
             "--place.kind=split",

@@ -157,12 +157,12 @@ def generation_time(setting: Workload) -> GenerationTime:
     )
     decoding = setting.new_tokens / (setting.engine_count * requests / step)
     looped = setting.samples * setting.hardware.answer / setting.engine_count
-    prefill += look_seconds(
-        setting, setting.prompts / setting.engine_count, setting.engine_size, setting.hardware.efficiency
-    )
+    on, pictures = setting.encoders or setting.engine_size, setting.prompts / setting.engine_count
+    looking = look_seconds(setting, pictures, on, setting.hardware.efficiency)
     late = setting.prompt + setting.output / 2
     alone = decode_seconds(setting.shape, setting.hardware, 1, late, **arguments) * setting.output * scale
     work = decoding + prefill + looped
+    work = max(work, looking) if setting.encoders else work + looking
     seconds = max(work, longest_answer_bound(alone, setting.staleness))
     return GenerationTime(setting.new_tokens / seconds, seconds, alone, requests, work)
 

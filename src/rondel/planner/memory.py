@@ -174,6 +174,8 @@ def memory_bills(setting: Workload) -> list[MemoryBill]:
         MemoryBill("trainer", memory, nonempty_rows(setting.hardware, trainer_memory(setting)), loading_bytes(setting)),
         MemoryBill("engine", memory, nonempty_rows(setting.hardware, engine_memory(setting))),
     ]
+    if setting.encoders:
+        found.insert(1, MemoryBill("encoder", memory, nonempty_rows(setting.hardware, encoder_memory(setting))))
     for other in setting.policies:  # on devices of their own
         own = replace(setting, shape=other.shape, policies=())
         if not other.frozen:
@@ -187,6 +189,18 @@ def memory_bills(setting: Workload) -> list[MemoryBill]:
             )
         found.append(MemoryBill(f"engine of {other.name}", memory, nonempty_rows(own.hardware, engine_memory(own))))
     return found
+
+
+def encoder_memory(setting: Workload) -> dict[str, dict[str, float]]:
+    """What a process that encodes an engine's pictures has: the tower, and what one picture needs in it."""
+    tower = setting.shape.tower
+    assert tower is not None, "refused before"
+    weights = tower.parameter_count * setting.width
+    return {
+        "tower weights": dict.fromkeys(PHASES, float(weights)),
+        "staged weights": {"sync": float(weights * setting.tower)},
+        "picture": {"generate": tower.activation_bytes(setting.image, setting.width, trained=False)},
+    }
 
 
 def loading_bytes(setting: Workload) -> float:

@@ -26,7 +26,7 @@ def make_plan(setting: Workload | FlowWorkload) -> dict[str, Any]:
     t = setting.samples / trained / setting.train_devices
     most = setting.samples / longest_answer_bound(generated.longest, setting.staleness)
     divided = split.advise_split(
-        setting.gpus, r, t, trainers=setting.trainers if setting.split else 0, unit=setting.engine_size, most=most
+        setting.gpus, r, t, trainers=setting.trainers if setting.split else 0, unit=setting.engine_unit, most=most
     )
     step = StepTimes.with_update(
         generated.seconds,
@@ -63,7 +63,7 @@ def make_plan(setting: Workload | FlowWorkload) -> dict[str, Any]:
             "place": setting.place,
             "train": setting.train_devices,
             "generate": setting.engine_devices,
-            "devices_an_engine": setting.engine_size,
+            "devices_an_engine": setting.engine_unit,
             "engine": _engine_layout(setting),
             "source": setting.hardware.source,
         },
@@ -107,7 +107,8 @@ def make_plan(setting: Workload | FlowWorkload) -> dict[str, Any]:
 def _engine_layout(setting: Workload) -> str:
     """How an engine of several devices lies over them, and what its own way costs."""
     if setting.data == 1:
-        return f"tp = {setting.tensor}" if setting.tensor > 1 else ""
+        tensor = f"tp = {setting.tensor}" if setting.tensor > 1 else ""
+        return tensor or (f"encoders = {setting.encoders}" if setting.encoders else "")
     s, requests = setting.shape, cost.decode_concurrency(setting)
     cache = kv_tokens(setting) * s.kv_bytes(setting.width)
     sent = cost.exchange_bytes(s, requests, setting.data, setting.width)

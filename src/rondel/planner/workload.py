@@ -46,6 +46,7 @@ class Workload:
     gpus      devices in all;  trainers: those of them that train, where place is "split"
     tensor    devices of one engine that share every matrix
     data      or that share the experts of a mixture, each with requests and a cache of its own
+    encoders  devices of one engine that encode its pictures and do nothing else
     prompts   P groups a step, of `group` answers: to a prompt of `prompt` tokens at most
               `output` and on average `mean` tokens
     micro     tokens of one forward and backward pass;  running: requests decoded together by one engine
@@ -113,6 +114,7 @@ class Workload:
     sync: str = "auto"
     image: int = 0
     tower: bool = False
+    encoders: int = 0
     generate_rate: float = 0.0
     train_rate: float = 0.0
     assumed: tuple[str, ...] = ()
@@ -123,6 +125,13 @@ class Workload:
             raise ConfigError(
                 f"place.engines.dp (data) = {self.data} shares the experts of a mixture, as many on each device, and not "
                 f"with tp: {self.shape.name} has {experts or 'no'} experts, and tp (tensor) = {self.tensor}",
+                page="docs/place.md#engines-of-several-processes",
+            )
+
+        if self.encoders and self.shape.tower is None:
+            raise ConfigError(
+                f"place.engines.encoders = {self.encoders} encodes pictures, and {self.shape.name} reads text alone: leave "
+                "it out",
                 page="docs/place.md#engines-of-several-processes",
             )
 
@@ -140,12 +149,17 @@ class Workload:
 
     @property
     def engine_count(self) -> int:
-        return max(1, self.engine_devices // self.engine_size)
+        return max(1, self.engine_devices // self.engine_unit)
 
     @property
     def engine_size(self) -> int:
-        """Devices of one engine."""
+        """Devices of one engine over which its language model lies."""
         return self.tensor * self.data
+
+    @property
+    def engine_unit(self) -> int:
+        """All devices of one engine."""
+        return self.engine_size + self.encoders
 
     @property
     def samples(self) -> int:
@@ -260,6 +274,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         gpus=job.place.ranks + job.place.engine_count * job.place.engine_processes if split else 1,
         tensor=job.place.engine_tp if split else 1,
         data=job.place.engine_dp if split else 1,
+        encoders=job.place.engine_encoders if split else 0,
         policies=others,
         trainers=job.place.ranks if split else 0,
         prompt=prompt,
@@ -398,6 +413,7 @@ QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, 
     "trainers": ("trainers", _parse_count),
     "tensor": ("tensor", _positive_count),
     "data": ("data", _positive_count),
+    "encoders": ("encoders", _parse_count),
     "prompts": ("prompts", _positive_count),
     "group": ("group", _positive_count),
     "prompt": ("prompt", _parse_count),
@@ -509,9 +525,11 @@ def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:
         )
     if setting.host_optimizer and setting.train_devices > 1:
         raise ConfigError(f"host_optimizer = yes is for one device that trains, and these are {setting.train_devices}")
-    if setting.engine_size > setting.engine_devices:
-        key = "data" if setting.data > 1 else "tensor"
-        raise ConfigError(f"{key} = {setting.engine_size}, but only {setting.engine_devices} devices serve")
+    if setting.engine_unit > setting.engine_devices:
+        key = "encoders" if setting.encoders else "data" if setting.data > 1 else "tensor"
+        raise ConfigError(
+            f"{key} = {setting.encoders or setting.engine_size}, but only {setting.engine_devices} devices serve"
+        )
     if "tensor" not in given and setting.data == 1 and (tensor := _min_tensor_parallel(setting)) > setting.tensor:
         setting = replace(setting, tensor=tensor)
         assumed.append(

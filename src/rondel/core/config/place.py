@@ -110,6 +110,11 @@ class EnginesConfig(SettingsTable):
         False,
         description="each has a second process, which computes prompts while the first one decodes; on a CPU, not with tp",
     )
+    encoders: Annotated[int, Field(ge=0, le=1)] = Field(
+        0,
+        description="1: each has a second process with the vision tower alone, which encodes pictures while the first one "
+        "decodes; of a vision-language model, not with tp, dp or prefill",
+    )
 
 
 class PlaceConfig(ConfigSection):
@@ -183,9 +188,23 @@ class PlaceConfig(ConfigSection):
         return not isinstance(self.engines, int) and self.engines.prefill
 
     @property
+    def engine_encoders(self) -> int:
+        """Processes of each that encode pictures."""
+        return 0 if isinstance(self.engines, int) else self.engines.encoders
+
+    @property
     def engine_processes(self) -> int:
         """Of each engine."""
-        return self.engine_tp * self.engine_dp + self.engine_prefill
+        return self.engine_tp * self.engine_dp + self.engine_prefill + self.engine_encoders
+
+    @property
+    def engine_sizes(self) -> str:
+        """What makes an engine several processes, as a recipe says it; "" of one."""
+        whole = {"tp": self.engine_tp, "dp": self.engine_dp}
+        found = [f"{key} = {n}" for key, n in whole.items() if n > 1]
+        found += ["prefill = true"] * self.engine_prefill
+        found += [f"encoders = {self.engine_encoders}"] * bool(self.engine_encoders)
+        return ", ".join(found)
 
     @property
     def on_ray(self) -> bool:
@@ -217,6 +236,7 @@ class PlaceConfig(ConfigSection):
             )
         sizes = {key: each[key] for key in ("tp", "dp") if each.get(key, 1) > 1}
         sizes |= {"prefill": "true"} if each.get("prefill") else {}
+        sizes |= {"encoders": each["encoders"]} if each.get("encoders") else {}
         if len(sizes) > 1:
             both = " with ".join(f"{key} = {n}" for key, n in sizes.items())
             raise ValueError(f"engines: {both} is not supported; leave one of them out")

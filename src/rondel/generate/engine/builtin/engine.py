@@ -37,6 +37,7 @@ from rondel.text.answer import decode_answer
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.adapter_receiver import AdapterReceiver
+    from rondel.generate.engine.builtin.encoder_lead import EncoderLead
     from rondel.generate.engine.builtin.lead_rank import LeadRank
     from rondel.models.compilation import CompiledModel
     from rondel.models.cuda_graphs import DecodeGraphs
@@ -66,14 +67,14 @@ class BuiltinEngine:
         log: TokenLog | None = None,
         concurrency: ConcurrencyController | None = None,
         claim: MemoryClaim | None = None,
-        ranks: LeadRank | None = None,
+        ranks: LeadRank | EncoderLead | None = None,
         receiver: AdapterReceiver | None = None,
         decode_ahead: bool = False,
     ) -> None:
         """`concurrency`: who finds out how many of max_running should work together; without one all may.
 
         `claim`: on the memory of a device that a trainer wants, too; without one there is nobody to ask.
-        `ranks`: the processes beside this one that hold the other parts of its model, if there are any.
+        `ranks`: the processes beside this one that hold the other parts of its model, or its tower, if there are any.
         `receiver`: who takes new weights, where those that change are adapters on this model.
         `decode_ahead`: begin a decode step before the host has read the one in front of it. For a device that computes
         beside the host; off until it has been measured on one (`rondel bench gpu`).
@@ -156,7 +157,9 @@ class BuiltinEngine:
             list(request.tokens),
             len(request.tokens),
             heard=on_token,
-            gaze=RequestImages.from_request(request, self.loaded.sight) if request.media else None,
+            gaze=RequestImages.from_request(request, self.loaded.sight, self.runner.eyes.encoder)
+            if request.media
+            else None,
         )
         await self._prepare_sampling(live)
         if reason := self._sequence_log.restore_tokens(live):

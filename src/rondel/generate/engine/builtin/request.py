@@ -106,7 +106,13 @@ class SequenceState:
         return not shaped and self.channels is None
 
     def stands_still(self, version: int) -> bool:
-        """Whether it computes nothing under these weights, because it did not when its run was recorded."""
+        """Whether it computes nothing now: its pictures are not encoded yet; or nothing under these weights, because it
+        did not when its run was recorded.
+        """
+        if self.gaze is not None and self.gaze.lacks_features(
+            self.computed_tokens, urgent=self.row >= 0 or self.written > 0
+        ):
+            return True
         if (lines := self.request.lines) is None:
             return False
         if self.line == len(lines):

@@ -64,6 +64,8 @@ class ServingLoop(StepTask):
         self._retracted = 0  # of the scheduler, when the account was told last
         self.gone: list[SequenceState] = []
         self._aborted: list[SequenceState] = []  # and those that shall return what they have
+        if runner.eyes.encoder is not None:
+            runner.eyes.encoder.wake = self.wake_up
 
     @property
     def is_busy(self) -> bool:
@@ -89,7 +91,9 @@ class ServingLoop(StepTask):
         try:
             await self._wait_for_arrivals()
             while self._may_step or self._has_begun_ahead:
-                tokens += await self._run_step()
+                if (drawn := await self._run_step()) is None:
+                    break
+                tokens += drawn
                 if (now := time.perf_counter()) - told > HEARTBEAT:
                     emit(Generating(len(self.scheduler.running), len(self.scheduler.waiting), tokens, now - began))
                     told = now
@@ -107,15 +111,29 @@ class ServingLoop(StepTask):
             if self.speculation is not None and (guessed := self.speculation.take_new_counts())[0]:
                 emit(Speculated(*guessed))
 
-    async def _run_step(self) -> int:
-        """-> how many tokens were drawn."""
+    async def wait_until_stopped(self) -> None:
+        """While it drains, half written answers go on as soon as their pictures are encoded."""
+        await super().wait_until_stopped()
+        s = self.scheduler
+        while (encoder := self.runner.eyes.encoder) is not None and not self.lifecycle.admits:
+            begun = [*s.running, *(live for live in s.waiting if live.written)]
+            if not await encoder.wait_for(live.gaze.ahead for live in begun if live.gaze is not None):
+                return
+            await super().wait_until_stopped()
+
+    async def _run_step(self) -> int | None:
+        """-> how many tokens were drawn; None: nothing can be computed before pictures of those who run are encoded."""
         scheduler, version = self.scheduler, self.lifecycle.version
         started, retracted = time.perf_counter(), scheduler.retracted
         plan = begun = self.ahead.take_plan() if self.ahead is not None else None
         if plan is None:
+            if (encoder := self.runner.eyes.encoder) is not None:
+                encoder.ask_ahead(live.gaze.ahead for live in scheduler.waiting if live.gaze is not None)
             plan = scheduler.plan_step(version, fresh=self.lifecycle.admits)
         felt = bool(scheduler.waiting) and len(scheduler.running) >= scheduler.limit
         if begun is None and not plan.tokens:
+            if any(live.gaze is not None and live.stands_still(version) for live in scheduler.running):
+                return None
             raise LawError(
                 f"a step without tokens: {len(scheduler.running)} requests run, {len(scheduler.waiting)} wait, "
                 f"{scheduler.caches.page_counts['free']} pages are free"

@@ -79,13 +79,23 @@ def _same_architecture(loaded: LoadedModel, path: Path) -> None:
     """Equal shapes can still mean another model: another rope, another activation."""
     if not (path / "config.json").is_file():
         return
-    mine, theirs = (c.to_dict() for c in (loaded.model.config, AutoConfig.from_pretrained(path, local_files_only=True)))
-    differ = [k for k in sorted({*mine, *theirs} - LOOKS) if not k.startswith("_") and mine.get(k) != theirs.get(k)]
+    configs = (loaded.model.config, AutoConfig.from_pretrained(path, local_files_only=True))
+    mine, theirs = (_computing_keys(config.to_dict()) for config in configs)
+    differ = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k)]
     if differ:
         k = differ[0]
         raise SyncError(
             f"'{path}' is another model: its config says {k} = {theirs.get(k)}, the one that serves {mine.get(k)}"
         )
+
+
+def _computing_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without what computes nothing, those of its parts (text, vision) included."""
+    return {
+        key: _computing_keys(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if not (key in LOOKS or str(key).startswith("_"))
+    }
 
 
 def _of_floats(path: Path) -> None:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from rondel.core.errors import UserError
+from rondel.core.errors import EngineError, UserError
 from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig, content_keys, position_rows, position_shift
 from rondel.models.image_features import ImageFeatures, VisionFeatures
 
 if TYPE_CHECKING:
     from rondel.core.types import Request
+    from rondel.generate.engine.builtin.encoder_client import EncoderClient, RequestFeatures
     from rondel.models.loaded_model import LoadedModel
 
 ROOM = 1 << 28  # bytes of features that are kept
@@ -32,6 +33,7 @@ class RequestImages:
     keys       [P]    what its prompt is known by in the prefix cache
     positions  [4,P]  of its prompt; a token behind it stands at its index, and there at its index + shift
     mutual     no chunk may cut an image, whose tokens see those behind them
+    ahead      features that another process makes before the prompt is computed, if there is one
     """
 
     media: Sequence[ImagePlaceholder]
@@ -39,12 +41,20 @@ class RequestImages:
     positions: np.ndarray
     shift: int
     mutual: bool
+    ahead: RequestFeatures | None = None
 
     @classmethod
-    def from_request(cls, request: Request, sight: ImageProcessorConfig | None) -> RequestImages:
+    def from_request(
+        cls, request: Request, sight: ImageProcessorConfig | None, encoder: EncoderClient | None = None
+    ) -> RequestImages:
         tokens, media = request.tokens, request.media
         keys, rows = content_keys(tokens, media), position_rows(len(tokens), media)
-        return cls(media, keys, rows, position_shift(media), sight is not None and sight.mutual)
+        ahead = None if encoder is None else encoder.open_request(media)
+        return cls(media, keys, rows, position_shift(media), sight is not None and sight.mutual, ahead)
+
+    def lacks_features(self, first: int, *, urgent: bool) -> bool:
+        """Whether tokens from `first` on must wait until pictures are encoded elsewhere."""
+        return self.ahead is not None and self.ahead.are_missing(first, urgent=urgent)
 
     def chunk_size(self, first: int, n: int) -> int:
         """How many tokens from `first` a chunk of about n takes, if it must not cut an image: fewer, or the first
@@ -65,8 +75,9 @@ class RequestImages:
 class VisionEncoderCache:
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
-        self.looked = 0  # pictures that the tower has encoded
-        self._known: OrderedDict[str, ImageFeatures] = OrderedDict()
+        self.looked = 0  # pictures that the tower of this process has encoded
+        self.encoder: EncoderClient | None = None  # another process that has the tower, too
+        self.known: OrderedDict[str, ImageFeatures] = OrderedDict()
 
     def check_request(self, request: Request) -> None:
         """Before it is let in: a picture where there is no place for it would break the step of everyone."""
@@ -76,6 +87,8 @@ class VisionEncoderCache:
                 f"{len(request.media)} images for '{self.loaded.name}', which reads text alone: take a vision-language "
                 f"model, or leave them out"
             )
+        if self.encoder is not None and self.encoder.lost:
+            raise EngineError(f"no picture is encoded any more: {self.encoder.lost}")
         at = 0
         for place in request.media:
             own = request.tokens[place.start : place.end]
@@ -98,7 +111,7 @@ class VisionEncoderCache:
 
     def forget_features(self) -> None:
         """Other weights serve, or the memory is wanted."""
-        self._known.clear()
+        self.known.clear()
 
     def gather_features(self, fed: Sequence[tuple[int, int, RequestImages | None]]) -> VisionFeatures | None:
         """What is seen by tokens that are fed: (first, how many, gaze) of each run, in the order
@@ -118,7 +131,11 @@ class VisionEncoderCache:
             at += n
         if not rows:
             return None
-        features = self._encode_images({image.digest: image for image, _, _ in cells})
+        wanted = {image.digest: image for image, _, _ in cells}
+        for first, n, gaze in fed:
+            if gaze is not None and gaze.ahead is not None:
+                self._take_ahead(gaze.ahead, wanted, first + n)
+        features = self._encode_images(wanted)
         parts = [
             features[image.digest].select_rows(torch.arange(begin, end, device=self.loaded.device))
             for image, begin, end in cells
@@ -126,19 +143,27 @@ class VisionEncoderCache:
         at_rows, images = (torch.from_numpy(np.concatenate(x)).to(self.loaded.device) for x in (rows, numbers))
         return VisionFeatures(at_rows, ImageFeatures.concat_features(parts), images)
 
+    def _take_ahead(self, ahead: RequestFeatures, wanted: dict[str, Image], end: int) -> None:
+        """What another process has made of these pictures. Of a prompt that is computed up to `end` no more may be wanted."""
+        for digest in wanted.keys() - self.known.keys():
+            if (found := ahead.encoded(digest)) is not None:
+                self.known[digest] = found.to(self.loaded.device)
+        if end >= ahead.end:
+            ahead.release()
+
     def _encode_images(self, wanted: dict[str, Image]) -> dict[str, ImageFeatures]:
         """The features of these pictures; those that nobody has asked for in a while go when there is no room."""
-        if new := [image for digest, image in wanted.items() if digest not in self._known]:
+        if new := [image for digest, image in wanted.items() if digest not in self.known]:
             whole, at = self.loaded.encode_images(new), 0
             for image in new:
-                self._known[image.digest] = whole.select_rows(
+                self.known[image.digest] = whole.select_rows(
                     torch.arange(at, at + image.tokens, device=self.loaded.device)
                 )
                 at += image.tokens
             self.looked += len(new)
         for digest in wanted:
-            self._known.move_to_end(digest)
-        found = {digest: self._known[digest] for digest in wanted}
-        while len(self._known) > len(wanted) and sum(f.feature_bytes for f in self._known.values()) > ROOM:
-            self._known.popitem(last=False)
+            self.known.move_to_end(digest)
+        found = {digest: self.known[digest] for digest in wanted}
+        while len(self.known) > len(wanted) and sum(f.feature_bytes for f in self.known.values()) > ROOM:
+            self.known.popitem(last=False)
         return found

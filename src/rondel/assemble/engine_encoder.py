@@ -1,0 +1,131 @@
+"""The encoder process of an engine whose model looks at pictures: started, watched, ended.
+
+    EngineEncoder (in the process of the engine)   spawns ──> EncoderHost, which has the vision tower and nothing else
+It is a child of the engine and ends with it; if it ends or hangs, the engine is over and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rondel.core.errors import ConfigError, ModelError
+from rondel.generate.engine.builtin.encoder_lead import EncoderLead
+from rondel.generate.engine.builtin.tower_encoder import TowerEncoder
+from rondel.models import names, vision
+from rondel.models.load import load_model, pick_dtype, tokenizer_of
+from rondel.runtime.devices import Device
+
+if TYPE_CHECKING:
+    from rondel.assemble.engine_ranks import RankSettings
+    from rondel.core.media import Image
+    from rondel.core.protocols import Transport
+    from rondel.models.loaded_model import LoadedModel
+    from rondel.models.names import TensorShape
+
+PAGE = "docs/place.md#engines-of-several-processes"
+
+
+class EncoderHost:
+    """The tower, on a device of its own."""
+
+    def __init__(self, device: str, threads: int | None) -> None:
+        self.device = Device(device, threads)
+        self.tower: TowerEncoder
+
+    async def load(self, load: Callable[[], LoadedModel]) -> tuple[list[tuple[int, str]], dict[str, str]]:
+        """-> widths of features, and digests of the tower's tensors."""
+        self.tower = await self.device.run(lambda: TowerEncoder(load(), self.device.name))
+        return self.tower.widths, self.tower.digests
+
+    async def encode(self, image: Image, path: str, updates: int) -> bool:
+        done: bool = await self.device.run(self.tower.encode, image, path, updates)
+        return done
+
+    async def stage(self, shapes: dict[str, TensorShape], digests: dict[str, str], path: str) -> None:
+        await self.device.run(self.tower.stage, shapes, digests, path)
+
+    async def commit(self, digests: dict[str, str]) -> int:
+        """Pictures that wait for the device are not encoded any more: who asked for them wants those of new weights."""
+        self.tower.check_staged(digests)
+        self.tower.updates += 1
+        await self.device.run(self.tower.commit, digests)
+        return self.tower.updates
+
+    async def live(self) -> None:
+        """Never answers: its caller learns when this process ends."""
+        await asyncio.Event().wait()
+
+    def close(self) -> None:
+        """The process ends."""
+
+
+class EngineEncoder:
+    """The same verbs as `EngineRanks`. `ended(why)` is called once if the engine cannot go on."""
+
+    def __init__(
+        self, settings: RankSettings, ended: Callable[[str], None], transports: Mapping[str, Transport]
+    ) -> None:
+        """`transports` are the engine's alone: weights come from it."""
+        self.settings, self._ended = settings, ended
+        self.cluster = settings.cluster()
+        s, cores = settings, settings.cores[0] if settings.cores else ()
+        self.worker = self.cluster.spawn(
+            f"{s.name}-encoder", EncoderHost, s.devices[1], s.threads, cores=cores, tells=False
+        )
+        self.lead: EncoderLead | None = None
+
+    def load(self, path: str | dict[str, Any], dtype: str, device: Device, form: str = "none") -> LoadedModel:
+        """The model of a recipe in this process, its tower in the other one, too. Weights travel as they are."""
+        try:
+            _refuse(path, form)
+            named = str(pick_dtype(dtype, device.name)).removeprefix("torch.")
+            return self.join(partial(load_model, path, dtype=named), device).loaded
+        except BaseException:
+            self.cluster.close()
+            raise
+
+    def join(self, load: Callable[..., LoadedModel], device: Device) -> EncoderLead:
+        """Load the model here and there; both must have the same tower."""
+        answer = self.worker.ask("load", load)
+        loaded: LoadedModel = device.call(partial(load, device=device.name) if device.name != "cpu" else load)
+        widths, digests = answer.result()
+        own = device.call(lambda: {n: names.tensor_digest(t) for n, t in vision.tower_tensors(loaded.model).items()})
+        if digests != own:
+            raise ModelError(
+                f"the encoder process of '{loaded.name}' has loaded other weights: does its folder change?"
+            )
+        self.lead = EncoderLead(loaded, self.worker.ask, widths, digests)
+        self.worker.ask("live").add_done_callback(self._on_end)
+        return self.lead
+
+    def _on_end(self, answer: Future[Any]) -> None:
+        if (lead := self.lead) is None or lead.lost or (error := answer.exception()) is None:
+            return  # it was told to stop
+        lead.lost = str(error)
+        self._ended(f"engine {self.settings.name} cannot go on: {error}")
+
+    def close(self, device: Device) -> None:
+        self.lead = None
+        self.cluster.close()
+
+
+def _refuse(path: str | dict[str, Any], form: str) -> None:
+    """Before any weight is read."""
+    for found, what in (
+        (
+            form != "none",
+            f"weights in a number format ({form}) do not reach its tower. Leave out encoders or the format",
+        ),
+        (
+            tokenizer_of(path)[2] is None,
+            "the model reads text alone. Leave out encoders, or take a vision-language model",
+        ),
+        (not hasattr(os, "memfd_create"), "this system has no memory without a name (memfd). Leave out encoders"),
+    ):
+        if found:
+            raise ConfigError(f"an encoder process for '{path}': {what}", page=PAGE)
