@@ -221,6 +221,28 @@ def test_an_encoder_has_the_tower_and_takes_its_time_off_the_engine():
         what_if(["model=7b", "gpus=8", "place=split", "trainers=4", "encoders=1"])
 
 
+def test_prompts_computed_apart_take_their_time_beside_decoding():
+    def asked(*more):
+        return what_if(["model=7b", "hardware=h200", "place=split", "trainers=4", "prompt=8192", "output=256", *more])
+
+    plain, apart = asked("gpus=6"), asked("gpus=8", "prefills=1")
+    assert (plain.engine_count, apart.engine_count, apart.engine_size, apart.engine_unit) == (2, 2, 1, 2)
+    _, prefill, engine = memory_bills(apart)
+    assert [prefill.pool, engine.pool] == ["prefill", "engine"] and engine.rows == memory_bills(plain)[1].rows
+    assert prefill.rows == {name: row for name, row in engine.rows.items() if name != "KV cache"}
+    tokens = plain.prompts * plain.prompt / 2
+    prompts = cost.prefill_seconds(plain.shape, plain.hardware, tokens, width=plain.width)
+    whole, longer = cost.generation_time(plain).work, cost.generation_time(apart).work
+    assert prompts > 0.1 * whole and longer == pytest.approx(max(prompts, whole - prompts))
+    job = Job.read(
+        Path(__file__).parents[2] / "recipes" / "tiny.toml",
+        {"place.kind": "split", "place.engines": {"count": 2, "prefill": True}},
+    )
+    assert (of_job(job).engine_count, of_job(job).engine_unit, of_job(job).gpus) == (2, 2, 5)
+    with pytest.raises(ConfigError, match="prefills = 1, but only 1 devices serve, and an engine is 2"):
+        asked("gpus=5", "prefills=1")
+
+
 def test_phases_and_tenants_have_names():
     bill = memory_bills(
         replace(

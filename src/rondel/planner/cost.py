@@ -152,17 +152,18 @@ def generation_time(setting: Workload) -> GenerationTime:
         setting.shape,
         setting.hardware,
         setting.prompts * setting.prompt / setting.engine_count,
-        tensor=setting.engine_size,
+        tensor=setting.prefills or setting.engine_size,
         width=setting.width,
     )
     decoding = setting.new_tokens / (setting.engine_count * requests / step)
     looped = setting.samples * setting.hardware.answer / setting.engine_count
-    on, pictures = setting.encoders or setting.engine_size, setting.prompts / setting.engine_count
+    on, pictures = setting.encoders or setting.prefills or setting.engine_size, setting.prompts / setting.engine_count
     looking = look_seconds(setting, pictures, on, setting.hardware.efficiency)
     late = setting.prompt + setting.output / 2
     alone = decode_seconds(setting.shape, setting.hardware, 1, late, **arguments) * setting.output * scale
-    work = decoding + prefill + looped
-    work = max(work, looking) if setting.encoders else work + looking
+    prompts = prefill + (0.0 if setting.encoders else looking)
+    work = looped + (max(decoding, prompts) if setting.prefills else decoding + prompts)
+    work = max(work, looking) if setting.encoders else work
     seconds = max(work, longest_answer_bound(alone, setting.staleness))
     return GenerationTime(setting.new_tokens / seconds, seconds, alone, requests, work)
 

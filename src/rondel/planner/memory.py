@@ -176,6 +176,9 @@ def memory_bills(setting: Workload) -> list[MemoryBill]:
     ]
     if setting.encoders:
         found.insert(1, MemoryBill("encoder", memory, nonempty_rows(setting.hardware, encoder_memory(setting))))
+    if setting.prefills:  # the cache is the engine's, which it maps
+        rows = {name: row for name, row in engine_memory(setting).items() if name != "KV cache"}
+        found.insert(1, MemoryBill("prefill", memory, nonempty_rows(setting.hardware, rows)))
     for other in setting.policies:  # on devices of their own
         own = replace(setting, shape=other.shape, policies=())
         if not other.frozen:

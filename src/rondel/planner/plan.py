@@ -108,7 +108,8 @@ def _engine_layout(setting: Workload) -> str:
     """How an engine of several devices lies over them, and what its own way costs."""
     if setting.data == 1:
         tensor = f"tp = {setting.tensor}" if setting.tensor > 1 else ""
-        return tensor or (f"encoders = {setting.encoders}" if setting.encoders else "")
+        beside = "prefill = true" if setting.prefills else f"encoders = {setting.encoders}" if setting.encoders else ""
+        return tensor or beside
     s, requests = setting.shape, cost.decode_concurrency(setting)
     cache = kv_tokens(setting) * s.kv_bytes(setting.width)
     sent = cost.exchange_bytes(s, requests, setting.data, setting.width)

@@ -47,6 +47,7 @@ class Workload:
     tensor    devices of one engine that share every matrix
     data      or that share the experts of a mixture, each with requests and a cache of its own
     encoders  devices of one engine that encode its pictures and do nothing else
+    prefills  or that compute its prompts, with the whole model, while the others decode
     prompts   P groups a step, of `group` answers: to a prompt of `prompt` tokens at most
               `output` and on average `mean` tokens
     micro     tokens of one forward and backward pass;  running: requests decoded together by one engine
@@ -115,6 +116,7 @@ class Workload:
     image: int = 0
     tower: bool = False
     encoders: int = 0
+    prefills: int = 0
     generate_rate: float = 0.0
     train_rate: float = 0.0
     assumed: tuple[str, ...] = ()
@@ -159,7 +161,7 @@ class Workload:
     @property
     def engine_unit(self) -> int:
         """All devices of one engine."""
-        return self.engine_size + self.encoders
+        return self.engine_size + self.encoders + self.prefills
 
     @property
     def samples(self) -> int:
@@ -275,6 +277,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         tensor=job.place.engine_tp if split else 1,
         data=job.place.engine_dp if split else 1,
         encoders=job.place.engine_encoders if split else 0,
+        prefills=int(split and job.place.engine_prefill),
         policies=others,
         trainers=job.place.ranks if split else 0,
         prompt=prompt,
@@ -414,6 +417,7 @@ QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, 
     "tensor": ("tensor", _positive_count),
     "data": ("data", _positive_count),
     "encoders": ("encoders", _parse_count),
+    "prefills": ("prefills", _parse_count),
     "prompts": ("prompts", _positive_count),
     "group": ("group", _positive_count),
     "prompt": ("prompt", _parse_count),
@@ -526,9 +530,11 @@ def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:
     if setting.host_optimizer and setting.train_devices > 1:
         raise ConfigError(f"host_optimizer = yes is for one device that trains, and these are {setting.train_devices}")
     if setting.engine_unit > setting.engine_devices:
-        key = "encoders" if setting.encoders else "data" if setting.data > 1 else "tensor"
+        beside = setting.encoders or setting.prefills
+        key = "encoders" if setting.encoders else "prefills" if beside else "data" if setting.data > 1 else "tensor"
         raise ConfigError(
-            f"{key} = {setting.encoders or setting.engine_size}, but only {setting.engine_devices} devices serve"
+            f"{key} = {beside or setting.engine_size}, but only {setting.engine_devices} devices serve"
+            + f", and an engine is {setting.engine_unit}" * bool(beside)
         )
     if "tensor" not in given and setting.data == 1 and (tensor := _min_tensor_parallel(setting)) > setting.tensor:
         setting = replace(setting, tensor=tensor)
