@@ -14,7 +14,7 @@ from torch import nn
 from kits.families import model as family
 from rondel.core.errors import ModelError
 from rondel.core.mesh import Mesh
-from rondel.models.ring import gather_ring, reduce_ring, run_slices
+from rondel.models.ring_collectives import gather_ring, reduce_ring, run_slices
 from rondel.models.ring_products import install_ring, ring_products
 from rondel.models.shard_cut import ShardCut, split_shards
 from rondel.models.tensor_parallel import check_tensor_parallel, cut_model

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from rondel.models.blocks import map_hidden
 from rondel.models.collectives import RankGroup, own_run
 from rondel.models.linear import TOGETHER, as_factor, matmul, product, weight_gradient
-from rondel.models.ring import gather_ring, reduce_ring
+from rondel.models.ring_collectives import gather_ring, reduce_ring
 from rondel.models.shard_cut import ShardCut
 
 
