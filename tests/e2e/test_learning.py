@@ -59,6 +59,7 @@ def test_a_row_learns(tmp_path, start, kind, seed):
     assert begin + LEARNED * (1 - begin) < end < 0.97
 
 
+@pytest.mark.sweep  # grpo learns above by the same loop; the critic is in tests/units/test_critic.py
 def test_ppo_learns(tmp_path, start):
     """One answer a prompt and a critic that begins at nothing: the policy waits for it during the first five steps."""
     changes = {"loop.seed": 0, "loop.steps": 20, "loop.warmup.steps": 0, "loop.groups_per_step": 64}
@@ -68,6 +69,7 @@ def test_ppo_learns(tmp_path, start):
     assert begin + LEARNED * (1 - begin) < end < 0.97
 
 
+@pytest.mark.sweep  # its gradient is in tests/units/test_qlora.py, that of the loop above
 def test_an_adapter_over_four_bits_learns(tmp_path, start):
     """From the same start, whose weights lie in 4 bits from then on."""
     adapter = {"model.adapter.kind": "qlora", "model.adapter.rank": 16, "model.adapter.alpha": 16, "trainer.lr": 2e-3}

@@ -50,15 +50,15 @@ def apart(a: dict, b: dict) -> float:
     return max(float((a[n] - b[n]).double().norm() / b[n].double().norm().clamp_min(1e-9)) for n in names)
 
 
-# that of tp goes on on cp below, and ends there
-@pytest.mark.parametrize("name", covering(MESHES, MESHES.keys() - {"tp"}))
+# that of tp goes on on cp below, and ends there; a ring is killed below
+@pytest.mark.parametrize("name", covering(MESHES, MESHES.keys() - {"tp", "ring"}))
 def test_five_steps_on_a_mesh_end_where_one_rank_ends(ended, name):
     one = "one rank for ep" if name == "ep" else "one"
     assert apart(final(ended(name)), final(ended(one))) <= 1e-5
 
 
 # tp writes and cp reads in the next test
-@pytest.mark.parametrize("name", covering(MESHES, {"ring", "ep", "pp"}))
+@pytest.mark.parametrize("name", covering(MESHES, {"ring", "pp"}))
 def test_a_killed_run_on_a_mesh_ends_with_the_same_bits(ended, tmp_path, name):
     assert run_and_die(tmp_path, ("StepDone", 3), **settings(name)) == -9
     run(tmp_path, **settings(name))

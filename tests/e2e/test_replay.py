@@ -30,6 +30,7 @@ def test_trainer_ranks_are_replayed_as_so_many(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # several ranks are replayed below
 def test_two_engines_in_processes_are_replayed_in_one(tmp_path):
     run(tmp_path / "run", **BASE, place__kind="split", place__engines=2)
     again(tmp_path / "run", tmp_path / "again")

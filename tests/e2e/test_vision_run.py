@@ -77,6 +77,7 @@ def test_a_run_that_looks_survives_a_kill_and_is_replayed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # runs over pictures, killed and replayed, follow; gradients are in tests/parity/test_vision.py
 def test_the_policy_learns_to_look(tmp_path):
     """The recipe reduced: more of the supervised phase and less of RL, which keeps what was learned."""
     run(tmp_path, **LEARNS)
@@ -164,6 +165,7 @@ VIDEOS = {
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # over pictures it does above; videos are in tests/parity/test_vision_video.py
 def test_a_run_over_videos_survives_a_kill_and_is_replayed(tmp_path):
     """Five frames are three steps of two; after a kill -9 the same weights, and a step trained again from its store."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"

@@ -212,6 +212,7 @@ def test_aligned_numerics_have_the_trainers_bits(kind, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # a compiled pass is in tests/units/test_compiled.py
 def test_the_compiled_pass_reads_latents_and_live_weights():
     loaded, asked = tiny("youtu", **FAMILIES["youtu"] | {"num_hidden_layers": 1}), requests()
     e = engine(loaded, compiled=CompiledModel(loaded), prefill_tokens=16)

@@ -212,6 +212,7 @@ def test_aligned_numerics_have_it_with_the_same_bits():
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # a compiled pass is in test_compiled.py, that of an adapter in test_adapters.py
 def test_the_compiled_pass_has_it():
     loaded = packed("llama", size={"num_hidden_layers": 1})
     compiled = CompiledModel(loaded)
@@ -429,6 +430,7 @@ def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # an adapter goes there in test_adapters.py
 def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path):
     """Law 2: each side packs the base for itself, to the same bits, and the adapter travels."""
     run(tmp_path / "run", **QLORA, place__kind="split")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kits.runs import CARTPOLE, FLOW, PENDULUM_CHUNKS, balances, events, final, run, run_and_die, tiny
+from kits.sweeps import covering
 from rondel.assemble import replay
 from rondel.assemble.components import build
 from rondel.core.errors import ConfigError
@@ -105,7 +106,7 @@ KINDS = {  # where tokens, points, actions and blocks are drawn, and a row that 
 }
 
 
-@pytest.mark.parametrize("kind", [k if k == "points" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize("kind", covering(KINDS, KINDS.keys() - {"tokens", "filtered"}, fast=["points"]))
 def test_old_steps_are_trained_beyond_the_bound_of_fresh_ones(kind, tmp_path):
     """S = 0, and groups come back up to 4 versions old: with the log-probabilities that drew them, once each, not counted
     again (laws 1 and 2), and the same numbers from the stored rollouts (law 9)."""

@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,7 +189,7 @@ def test_the_score_is_that_of_transformers_whatever_is_beside_it(tmp_path, famil
 @pytest.mark.slow
 def test_the_process_of_a_pool_stays_without_torch():
     script = (
-        "import asyncio, sys\n"
+        f"import asyncio, sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
         "from rondel.score.pool import RewardPool\nfrom rondel.core.types import Task, Trajectory\n"
         "async def main():\n"
         "    with RewardPool('kits.rewards:Waiting', timeout=60) as pool:\n"

@@ -161,7 +161,7 @@ def test_what_does_not_go_with_it_is_refused_by_name(tmp_path, changes, said):
     ("form", "changes", "said"),
     [
         ({}, {"engine__compile": True}, "records where weights lie"),
-        ({}, {"place__kind": "split", "place__engines": {"tp": 2}}, "cut decoded weights"),
+        ({}, {"place__kind": "split", "place__engines": {"tp": 2}}, "share decoded weights"),
         ({"trainer": "rounded"}, {}, "the trainer's own tensors"),
     ],
     ids=str,

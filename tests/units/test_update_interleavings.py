@@ -20,7 +20,7 @@ from rondel.core.errors import EngineError, SyncError
 from rondel.core.types import EngineStatus
 from rondel.generate.engine.builtin import weight_receiver
 from rondel.generate.engine.builtin.engine import BuiltinEngine
-from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, EngineUpdate
+from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, EngineUpdate, StepTask
 from rondel.generate.engine.builtin.serving_loop import ServingLoop
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.models import names
@@ -89,7 +89,7 @@ class SmallEngine:
             async def wait_for_task(self):
                 await engine._end_step()
 
-            wait_until_stopped = ServingLoop.wait_until_stopped
+            wait_until_stopped = StepTask.wait_until_stopped  # the loop's waits for pictures, too
             follow_weights = ServingLoop.follow_weights
 
             def update_account(self): ...
