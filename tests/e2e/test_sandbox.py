@@ -321,3 +321,10 @@ def until(holds, seconds: float = 20.0) -> None:
     while not holds():
         assert time.monotonic() < end, "it never came to hold"
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("place", ["/tmp", "/dev/shm", "/box"])
+def test_what_a_box_would_hide_is_not_shown(place):
+    """A virtual environment below /tmp: its packages were "not installed" in the box."""
+    with pytest.raises(SandboxError, match=rf"{place}/venv/numpy cannot be shown .* elsewhere than below {place}"):
+        NamespaceCell(Limits(), WALLS[0], shown=(f"{place}/venv/numpy",))

@@ -29,6 +29,7 @@ from rondel.runtime.sandbox.usage import group_usage, own_folders
 from rondel.runtime.sandbox.users import is_real_root, owner_of, random_user_id
 
 HOME = "/box"
+OWN = ("/tmp", "/dev/shm")  # memory of each box
 BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from rondel.runtime.sandbox.inside.wall import main; main()"
 SOURCE = str(Path(__file__).parents[3])
 PYTHON = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
@@ -37,6 +38,16 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib")
 START_SECONDS, END_SECONDS = 30.0, 10.0
 ENV = {"HOME": HOME, "TMPDIR": "/tmp", "PATH": f"{PREFIX}/bin:/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
        "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
+
+
+def _refuse_hidden(shown: tuple[str, ...]) -> None:
+    """What lies where a box has memory of its own cannot be shown in it."""
+    for path in shown:
+        if place := next((place for place in (*OWN, HOME) if f"{path}/".startswith(f"{place}/")), ""):
+            raise SandboxError(
+                f"{path} cannot be shown in a box, which has a {place} of its own: install Python and its packages "
+                f"elsewhere than below {place}"
+            )
 
 
 class NamespaceCell:
@@ -64,17 +75,19 @@ class NamespaceCell:
         group: bool = True,
         lock: int | None = None,
     ) -> None:
+        prefix = () if PREFIX.startswith(SYSTEM) else (PREFIX,)
+        shown = (*prefix, *map(os.path.realpath, shown))
+        _refuse_hidden(shown)
         self.limits, self.wall, self.folder = limits, wall, Path(folder).resolve() if folder else None
         self.env = ENV | ({"PYTHONPATH": os.pathsep.join(map(os.path.realpath, imports))} if imports else {})
         self._turn = threading.Lock()
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        prefix = () if PREFIX.startswith(SYSTEM) else (PREFIX,)
         spec = {
             "wall": wall,
             "control": theirs.fileno(),
             "home": HOME,
             "python": PYTHON,
-            "shown": [*prefix, *map(os.path.realpath, shown)],
+            "shown": shown,
             "places": list(places),
             "uid": owner_of(self.folder) if self.folder else random_user_id(),
             "folder": str(self.folder or ""),
