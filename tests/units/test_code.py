@@ -426,7 +426,7 @@ def test_texts_that_run_together_share_no_name():
 
 
 @boxed
-def test_what_cannot_be_judged_is_a_failure_and_no_score(reward, tmp_path, monkeypatch):
+def test_what_cannot_be_judged_is_a_failure_and_no_score(reward):
     for test, said in (
         ("import sys\nassert f(sys) == 1", "hands a module to the candidate"),
         ("import no_such_package\nassert f(1) == 1", "import 'no_such_package', which is not in their box"),
@@ -435,10 +435,8 @@ def test_what_cannot_be_judged_is_a_failure_and_no_score(reward, tmp_path, monke
             earned(reward, SQUARE, [test])
     with pytest.raises(ConfigError, match="'no_such_package' is not installed here"):
         Code(sandbox=Sandbox(), packages=["no_such_package"])
-    (tmp_path / "needs_more.py").write_text("import no_such_package")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SandboxError, match="needs_more cannot be imported in the sandbox: ModuleNotFoundError"):
-        Code(sandbox=Sandbox(), packages=["needs_more"])
+    with pytest.raises(SandboxError, match="pydantic cannot be imported in the sandbox: ModuleNotFoundError"):
+        Code(sandbox=Sandbox(), packages=["pydantic"])  # without what it needs
 
 
 @boxed
