@@ -41,9 +41,10 @@ class SharedTensors:
         """Under which a process of the same user opens it while this one lives."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
-    def map_tensors(self) -> dict[str, Tensor]:
-        """The tensors in place: what is written to them, the other process reads. They keep the memory."""
-        return self._views(mmap.mmap(self.fd, self.size))
+    def map_memory(self) -> tuple[mmap.mmap, dict[str, Tensor]]:
+        """The memory, and the tensors in place: what is written to them, the other process reads. They keep the memory."""
+        memory = mmap.mmap(self.fd, self.size)
+        return memory, self._views(memory)
 
     def read_tensors(self) -> dict[str, Tensor]:
         """A copy of them, in memory of this process."""

@@ -58,7 +58,7 @@ class TowerEncoder:
             feature_tensors(self._look([image])),
             SharedTensors(feature_shapes(self.widths, image.tokens), path),
         )
-        for name, place in memory.map_tensors().items():
+        for name, place in memory.map_memory()[1].items():
             place.copy_(features[name])
         memory.close()
         return True

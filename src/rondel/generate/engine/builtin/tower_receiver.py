@@ -46,7 +46,7 @@ class TowerReceiver(WeightReceiver):
         shapes = {name: names.shape_of(tensor) for name, tensor in changed.items()}
         memory = SharedTensors(shapes)
         try:
-            for name, place in memory.map_tensors().items():
+            for name, place in memory.map_memory()[1].items():
                 await run(place.copy_, changed[name])
             await asyncio.wrap_future(self.client.ask("stage", shapes, self._new, memory.path))
         finally:
