@@ -425,6 +425,8 @@ def test_equal_files_make_an_equal_image_and_it_is_unpacked_once(unpacked, tmp_p
         image_build.plain_entry("usr/out", b"2", 0o777, link="../../out"),
         image_build.plain_entry("usr/out", b"1", 0o644, link="../out"),
         image_build.plain_entry("../kept/.wh.file", b"0", 0o644, size=1),
+        image_build.plain_entry(".wh...", b"0", 0o644, size=1),  # removes ".."
+        image_build.plain_entry(".wh..", b"0", 0o644, size=1),
         image_build.plain_entry("../kept", b"5", 0o755),
     ],
     ids=lambda entry: f"{entry.name} {entry.linkname}",

@@ -134,7 +134,8 @@ def _check_python() -> DoctorCheck:
     version, fine = platform.python_version(), sys.version_info >= (3, 11)
     if fine and not _is_optimized():
         better = (
-            "a distribution's or uv's does the same in a fifth less time (make clean install PYTHON=/usr/bin/python3)"
+            "a Python that was (Debian's) took 13 to 24 % less CPU time for the same tests: "
+            "make clean install PYTHON=/usr/bin/python3"
         )
         return DoctorCheck("python", "note", f"{version}, compiled without --enable-optimizations", better)
     return DoctorCheck("python", "ok" if fine else "broken", version, "" if fine else "install Python 3.11 or later")

@@ -1,8 +1,8 @@
 """What the interpreter itself takes when a command begins and ends.
 
 Beside torch and transformers lie 3,600 modules and 700,000 objects. Garbage collections
-while they are imported, and taking them apart at the end, cost two thirds of what the
-imports cost (docs/LOG.md).
+while they are imported, and taking them apart at the end, cost half of what the imports
+themselves cost (docs/LOG.md).
 """
 
 from __future__ import annotations

@@ -68,6 +68,8 @@ def unpack_layer(layer: Path, root: Path) -> None:
             place, name = os.path.split(entry.name)
             if name.startswith(".wh."):
                 _refuse_outside(root, place, entry)
+                if name[4:] in ("", ".", ".."):
+                    raise tarfile.TarError(f"{entry.name!r} leads outside the image")
                 victim = root / place / name[4:]
                 if victim.is_dir() and not victim.is_symlink():
                     shutil.rmtree(victim)
