@@ -58,7 +58,7 @@ def test_steps_end_where_one_rank_ends(ranks, dtype, tmp_path):
     """With a critic in fp32; checkpoints go to one rank and back."""
     algo = row("ppo", kl={"coef": 0.05}) if dtype == "float32" else row("grpo")
     alone, every = Rank(0), ranks(RING)
-    how = {"lr": 1e-3, "micro_tokens": 40, "updates_per_step": 2, "start_probe": 8}
+    how = {"lr": 1e-3, "micro_tokens": 90, "updates_per_step": 2, "start_probe": 8}
     alone.make("tied", dtype, algo, **how)
     every.make("tied", dtype, algo, **how)
     end_alike(alone, every, algo, lambda n: batch(awkward_groups(n), algo), tmp_path, exact=dtype == "float32")

@@ -130,6 +130,9 @@ def test_it_runs(name, model):
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout.strip().splitlines()[-1])
     assert isinstance(told, dict)
+    if name == "mesh":  # the other axes are in test_mesh.py
+        cell = told["pp=2"]["llama grpo"]
+        assert cell["moved"] == pytest.approx(cell["formula"], rel=0.01)
     if name == "controller":  # of 4,900 samples: if they stayed, it would be 40 MB and more
         assert told["samples"] > 4500 and told["rss_mb_per_hour"] < 15
     if name == "placements":

@@ -188,7 +188,7 @@ def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
     """
     algo = row("ppo", kl={"coef": 0.05}) if dtype == "float32" else row("grpo")
     alone, every = Rank(0), ranks(mesh)
-    how = {"lr": 1e-3, "clip": 0.5, "micro_tokens": 40, "start_probe": 8, "replay_routes": dtype == "bfloat16"}
+    how = {"lr": 1e-3, "clip": 0.5, "micro_tokens": 90, "start_probe": 8, "replay_routes": dtype == "bfloat16"}
     alone.make("mixture", dtype, algo, **how)
     every.make("mixture", dtype, algo, **how)
 
