@@ -12,7 +12,7 @@ from rondel.planner import cost, layout, split, traffic
 from rondel.planner.hardware import GB, find_hardware
 from rondel.planner.overlap import best_engine_devices
 from rondel.planner.shapes import model_shape
-from rondel.planner.workload import Workload, what_if
+from rondel.planner.workload import OtherPolicy, Workload, what_if
 
 
 def test_generation_of_a_long_step():
@@ -53,6 +53,14 @@ def test_few_requests_read_few_experts():
     assert cost.decode_parameters(s, 1) == pytest.approx(s.active_parameters)
     assert cost.decode_parameters(s, 10_000) == pytest.approx(s.body_parameters + s.embedding_parameters)
     assert s.active_parameters < cost.decode_parameters(s, 16) < s.body_parameters
+
+
+def test_an_engine_has_the_cache_of_its_own_policy():
+    """Another policy's engine, on devices of its own, may be fuller or emptier."""
+    setting = Workload(model_shape("7b"), find_hardware("h100"), place="split", gpus=4, trainers=2, output=8192)
+    for size in ("0.6b", "32b"):
+        beside = replace(setting, policies=(OtherPolicy("b", model_shape(size)),))
+        assert cost.decode_concurrency(beside) == cost.decode_concurrency(setting)
 
 
 def test_training_is_six_or_eight_n_a_token():

@@ -117,7 +117,7 @@ def decode_concurrency(setting: Workload) -> int:
 
 def _cache_tokens(setting: Workload) -> float:
     """Tokens that fit beside everything else of an engine while it generates."""
-    bill = memory_bills(setting)[-1]
+    bill = next(bill for bill in memory_bills(setting) if bill.pool in ("engine", "shared"))  # of the main policy
     cache = bill.rows.get("KV cache", {}).get("generate", 0.0)
     free = bill.memory * (1 - SPARE) - bill.phase_bytes("generate") + cache
     each = setting.shape.kv_bytes(setting.width, tensor=setting.tensor)

@@ -200,11 +200,7 @@ class PlaceConfig(ConfigSection):
     @property
     def engine_sizes(self) -> str:
         """What makes an engine several processes, as a recipe says it; "" of one."""
-        whole = {"tp": self.engine_tp, "dp": self.engine_dp}
-        found = [f"{key} = {n}" for key, n in whole.items() if n > 1]
-        found += ["prefill = true"] * self.engine_prefill
-        found += [f"encoders = {self.engine_encoders}"] * bool(self.engine_encoders)
-        return ", ".join(found)
+        return ", ".join(_sizes(self.engine_tp, self.engine_dp, self.engine_prefill, self.engine_encoders))
 
     @property
     def on_ray(self) -> bool:
@@ -234,12 +230,9 @@ class PlaceConfig(ConfigSection):
             raise ValueError(
                 f'engines = {several} with kind = "shared": there is one engine a rank; leave it out, or use kind = "split"'
             )
-        sizes = {key: each[key] for key in ("tp", "dp") if each.get(key, 1) > 1}
-        sizes |= {"prefill": "true"} if each.get("prefill") else {}
-        sizes |= {"encoders": each["encoders"]} if each.get("encoders") else {}
+        sizes = _sizes(*(each.get(key, none) for key, none in (("tp", 1), ("dp", 1), ("prefill", False), ("encoders", 0))))
         if len(sizes) > 1:
-            both = " with ".join(f"{key} = {n}" for key, n in sizes.items())
-            raise ValueError(f"engines: {both} is not supported; leave one of them out")
+            raise ValueError(f"engines: {' with '.join(sizes)} is not supported; leave one of them out")
         if (dp := each.get("dp", 1)) > 1 and each["ep"] != dp:
             raise ValueError(
                 f"engines: dp = {dp} with ep = {each['ep']}: processes with requests of their own share the experts of a "
@@ -258,3 +251,9 @@ class PlaceConfig(ConfigSection):
     def one_module(self) -> bool:
         """Whether trainer and engine compute with the same module."""
         return self.kind == "shared" and self.ranks == 1
+
+
+def _sizes(tp: int, dp: int, prefill: bool, encoders: int) -> list[str]:
+    """What makes an engine several processes, each as a recipe says it."""
+    found = [f"{key} = {n}" for key, n in (("tp", tp), ("dp", dp)) if n > 1]
+    return found + ["prefill = true"] * prefill + [f"encoders = {encoders}"] * (encoders > 0)
