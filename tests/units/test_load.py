@@ -14,10 +14,12 @@ import torch
 from safetensors import safe_open
 
 from kits.engine import SIZE, plain_logits, prompt, tiny
+from rondel.core.config.job import Job
 from rondel.core.errors import ModelError
-from rondel.models import load, names, processor
+from rondel.models import linear, load, names, processor
 from rondel.models import model_folder as folders
 from rondel.models.load import load_model, pick_dtype
+from rondel.models.processor import is_widened
 from rondel.models.save import save_model
 from rondel.planner import workload
 
@@ -236,3 +238,11 @@ def test_auto_is_bfloat16_only_where_the_processor_multiplies_it(monkeypatch, ma
 
 def test_the_planner_says_the_same_of_this_machine():
     assert workload._has_bf16() == (pick_dtype("auto", "cpu") == torch.bfloat16)
+
+
+def test_the_planner_bills_what_this_machine_packs():
+    for dtype in ("float32", "bfloat16", "float16"):
+        job = Job.read(Path(__file__).parents[2] / "recipes" / "tiny.toml", {"model.dtype": dtype})
+        of = getattr(torch, dtype)
+        planned = workload.of_job(job)
+        assert planned.packed_width == linear._packed_dtype(of).itemsize and planned.widened == is_widened(of)

@@ -311,7 +311,7 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width, family, laye
         mean=each,
         width=width,
         micro=total,
-        packed_width=4 if is_widened(loaded.dtype) else width,
+        widened=is_widened(loaded.dtype),
         megatron=layers == "megatron",
     )
     assert held / total == pytest.approx(memory.layer_bytes(setting, total), rel=0.1)

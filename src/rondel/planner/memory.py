@@ -364,8 +364,7 @@ def layer_bytes(setting: Workload, tokens: float) -> float:
     if setting.hardware.on_gpu or tokens * s.heads * keys > DENSE * max(1.0, tokens / long):
         return activation_bytes(s, setting.width, megatron=setting.megatron)
     spread = (setting.samples * long + setting.prompts * setting.prompt) / setting.packed_tokens
-    widened = setting.packed_width > setting.width
-    return written_out_bytes(s, setting.width, keys, spread, widened=widened, megatron=setting.megatron)
+    return written_out_bytes(s, setting.width, keys, spread, widened=setting.widened, megatron=setting.megatron)
 
 
 def packed_bytes(setting: Workload, *, training: bool) -> float:

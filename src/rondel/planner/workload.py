@@ -4,6 +4,7 @@ memory. From a recipe, from what-ifs, or both.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,9 @@ class Workload:
               `output` and on average `mean` tokens
     micro     tokens of one forward and backward pass;  running: requests decoded together by one engine
     others    models beside the policy: reference, reward model, teacher, critic, by name
-    width     bytes of a weight that computes; packed_width: of a copy for oneDNN (models/linear.py), 4 where the CPU
-              has no bf16 products
+    width     bytes of a weight that computes; packed_width: of a copy for products (models/linear.py)
+    widened   products are computed in fp32 and rounded: a CPU without those of 16 bits. Copies for oneDNN are in fp32
+              then, panels of bfloat16 on a CPU with AVX2 alone are not
     policies  those beside the main one, each with an engine and a trainer of its own
     rank      of an adapter, 0 for none;  four_bits: its base lies as NF4, and is decoded layer by layer for every pass
     sent_bits  of a matrix's weight on its way to an engine, in a number format; 0: it travels as it computes
@@ -90,6 +92,7 @@ class Workload:
     epochs: int = 1
     width: int = 2
     packed_width: int = 2
+    widened: bool = False
     rank: int = 0
     four_bits: bool = False
     sent_bits: float = 0.0
@@ -241,6 +244,7 @@ def of_job(job: Job, device: str = "") -> Workload:
     on_cpu = not where.on_gpu
     half = job.model.dtype == "float16"  # no CPU has products of it here
     width = {"float32": 4, "auto": 2 if not on_cpu or _has_bf16() else 4}.get(job.model.dtype, 2)
+    widened = on_cpu and width == 2 and (half or not _has_bf16())
     adapter, row, split = job.model.adapter, job.algo.kind, job.place.kind == "split"
     image = 0
     if model.tower is not None:
@@ -285,7 +289,8 @@ def of_job(job: Job, device: str = "") -> Workload:
         mean=max(1, output / 2),
         micro=planned_micro(job, where, model, prompt + job.algo.group_size * output),
         width=width,
-        packed_width=width if not on_cpu or (_has_bf16() and not half) else 4,
+        packed_width=4 if widened and (half or not _has_avx2_alone()) else width,
+        widened=widened,
         rank=adapter.rank if adapter.kind != "off" else 0,
         four_bits=adapter.kind == "qlora",
         sent_bits=FORMAT_BITS.get(job.model.engine_format, 0.0),
@@ -344,12 +349,21 @@ def planned_micro(job: Job, where: Hardware, model: ModelShape, group: int) -> i
 
 def _has_bf16() -> bool:
     """As `models.load.pick_dtype` asks torch."""
+    return bool(_cpu_flags() & {"avx512_bf16", "amx_bf16"})
+
+
+def _has_avx2_alone() -> bool:
+    """As models/processor.py asks torch."""
+    return "avx2" in _cpu_flags() and "avx512f" not in _cpu_flags()
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
     try:
         with open("/proc/cpuinfo") as file:
-            flags = file.read()
-        return any(word in flags for word in ("avx512_bf16", "amx_bf16"))
+            return frozenset(file.read().split())
     except OSError:
-        return False
+        return frozenset()
 
 
 # -- what if -----------------------------------------------------------------------------------------

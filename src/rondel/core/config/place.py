@@ -230,7 +230,9 @@ class PlaceConfig(ConfigSection):
             raise ValueError(
                 f'engines = {several} with kind = "shared": there is one engine a rank; leave it out, or use kind = "split"'
             )
-        sizes = _sizes(*(each.get(key, none) for key, none in (("tp", 1), ("dp", 1), ("prefill", False), ("encoders", 0))))
+        sizes = _sizes(
+            *(each.get(key, none) for key, none in (("tp", 1), ("dp", 1), ("prefill", False), ("encoders", 0)))
+        )
         if len(sizes) > 1:
             raise ValueError(f"engines: {' with '.join(sizes)} is not supported; leave one of them out")
         if (dp := each.get("dp", 1)) > 1 and each["ep"] != dp:
