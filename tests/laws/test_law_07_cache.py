@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from kits.engine import all_of, ask, engine, idle, prompt, publish_in_place, tiny, watched
+from kits.sweeps import covering
 from rondel.core.errors import LawError, UserError
 
 MODEL = tiny()
@@ -126,7 +127,7 @@ def test_siblings_of_a_second_turn_prefill_their_own_deltas():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_running", [8, 32])
+@pytest.mark.parametrize("max_running", covering([8, 32], [32]))  # more of them are retracted
 def test_oversubscribed_pages_change_no_token(max_running):
     """Ten times more wanted than there is: requests are retracted and finish as if alone."""
     requests = [ask(prompt(10 + i, 10 + i % 7), key=i, n=24, temperature=i % 2) for i in range(30)]
@@ -158,7 +159,8 @@ def test_one_request_may_fill_the_whole_cache():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "count, together, pages", [(320, 8, 300), pytest.param(1_500, 48, 1600, marks=pytest.mark.slow)]
+    "count, together, pages",
+    [(320, 8, 300), pytest.param(1_500, 48, 1600, marks=pytest.mark.sweep)],  # more of the same
 )
 def test_many_requests_leak_no_page(count, together, pages):
     """All are there at once. At its first token every eleventh asks for its end, and the

@@ -331,10 +331,13 @@ def test_several_ranks_and_devices_of_ones_own_are_refused_by_name(tmp_path, mon
         for number, whole in enumerate((reward, {"kind": "combine", "parts": {"model": reward, "number": "number"}})):
             with pytest.raises(ConfigError, match=refused):
                 run(tmp_path / str(number), task__reward=whole, place__kind="split")
+    (tmp_path / "drowsy.py").write_text(DROWSY)
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=refused):
-        run(tmp_path / "own", task__reward={"kind": f"{__name__}:Nap"}, place__kind="split")
+        run(tmp_path / "own", task__reward={"kind": "drowsy:Nap"}, place__kind="split")
 
 
+DROWSY = '''
 class Nap:
     """A reward of one's own that leaves its device to the trainer: known when it is built."""
 
@@ -344,6 +347,7 @@ class Nap:
 
     async def __call__(self, trajectory, task) -> float:
         return 0.0
+'''
 
 
 # -- whole runs --------------------------------------------------------------------------------------------
@@ -352,7 +356,7 @@ WITH = {"algo__kl": {"coef": 0.01}, "model__dtype": "bfloat16", "loop__warmup__s
 
 
 @pytest.mark.slow
-def test_an_offloaded_run_is_the_same_run_killed_or_not(tmp_path):
+def test_an_offloaded_run_is_the_same_run(tmp_path):
     """A key that only moves bytes: every number and every bit is that of a run without it."""
     rows = []
     run(tmp_path / "plain", **WITH)
@@ -367,6 +371,13 @@ def test_an_offloaded_run_is_the_same_run_killed_or_not(tmp_path):
     )
     assert all(r.peak["train"] > r.held["train"]["weights"] for r in rows) and rows[-1].held["generate"]["kv_cache"] > 0
     assert events(tmp_path / "off", "StepDone")[0]["metrics"]["train/kl_ref"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.sweep  # a checkpoint in ones sleep is below, a killed run is law 9's, one that is offloaded is above
+def test_an_offloaded_run_that_was_killed_ends_as_the_plain_one(tmp_path):
+    run(tmp_path / "plain", **WITH)
+    theirs = final(tmp_path / "plain")
     assert run_and_die(tmp_path / "dies", ("StepDone", 4), **WITH, trainer__memory__offload=True) == -9
     run(tmp_path / "dies", **WITH, trainer__memory__offload=True)
     assert np.all([torch.equal(a, theirs[n]) for n, a in final(tmp_path / "dies").items()])

@@ -531,7 +531,7 @@ def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", covering(["local", "process"], ["process"]))
+@pytest.mark.parametrize("cluster", covering(["local", "process"], ["local"]))  # what travels is the same
 def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path, cluster):
     """Law 2: each side adapts a base of its own, and the adapter travels."""
     run(tmp_path / "run", **LORA, place__kind="split", place__cluster=cluster, place__threads=1)
@@ -543,6 +543,7 @@ def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path, cluster):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # tests/e2e/test_ranks.py: two ranks have the adapter's gradient of one, store it and publish it
 def test_two_ranks_train_and_publish_the_adapter_of_one(whole, tmp_path):
     run(tmp_path / "run", **LORA | {"loop__steps": 2}, place__kind="split", place__ranks=2, place__threads=1)
     sizes = load_file(sorted((whole / "checkpoints").glob("step-*"))[-1] / adapter_files.WEIGHTS).values()

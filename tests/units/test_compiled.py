@@ -82,7 +82,13 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
 
 def test_a_graph_that_computes_something_else_is_refused(monkeypatch):
     loaded = tiny("llama", **KINDS["llama"])
-    honest = module._compile
-    monkeypatch.setattr(module, "_compile", lambda loaded: lambda t, p: honest(loaded)(t, p) * 1.5)
+
+    def other(t, p):
+        return loaded.decoder(input_ids=t[None], position_ids=p[None], use_cache=False).last_hidden_state[0] * factor
+
+    monkeypatch.setattr(module, "_compile", lambda loaded: other)
+    factor = 1.0
+    CompiledModel(loaded)
+    factor = 1.5
     with pytest.raises(ConfigError, match="differs by"):
         CompiledModel(loaded)

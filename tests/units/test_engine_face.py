@@ -11,6 +11,7 @@ import torch
 import rondel
 from kits.engine import SIZE, plain_logprobs
 from rondel.core.errors import EngineError, UserError
+from rondel.models import compilation
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +106,17 @@ def test_close_ends_its_threads_and_a_closed_engine_says_so():
 
 
 @pytest.mark.slow
-def test_it_aligns_guesses_and_compiles_on_request():
-    """Aligned: the trainer's bits. Guessing ahead, and fused loops: the tokens of neither."""
-    load = rondel.Engine.load
+def test_it_aligns_guesses_and_compiles_on_request(monkeypatch):
+    """Aligned: the trainer's bits. Guessing ahead, and a compiled pass: the tokens of neither. What a compiler makes of it is
+    in test_compiled.py.
+    """
+    load, asked = rondel.Engine.load, []
+
+    def unfused(loaded):
+        asked.append(loaded)
+        return lambda t, p: loaded.decoder(input_ids=t[None], position_ids=p[None], use_cache=False)[0][0]
+
+    monkeypatch.setattr(compilation, "_compile", unfused)
     how, sampling = (
         {"dtype": "float32", "device": "cpu", "kv_pages": 2048},
         rondel.Sampling(n=2, max_tokens=12, temperature=0.0),
@@ -123,6 +132,7 @@ def test_it_aligns_guesses_and_compiles_on_request():
             [[c]] = engine.generate(["abc"], rondel.Sampling(max_tokens=8, seed=3))
             alone = plain_logprobs(engine.loaded, engine.tokenizer.encode("abc") + c.tokens)[-len(c.tokens) :]
             assert c.logprobs == pytest.approx(alone, abs=1e-6) and engine.loaded.aligned
+        assert asked == ([engine.loaded] if name == "compiled" else [])
         engine.close()
     assert all(tokens == told["plain"] for tokens in told.values())
     for wrong, says in ({"numerics": "alinged"}, "fast, aligned or rounded"), ({"speculative": "draft"}, "draft:MODEL"):

@@ -171,6 +171,7 @@ def test_a_run_ends_where_that_of_transformers_does(tmp_path):
     assert all(torch.equal(read[n.removeprefix("model/")], theirs[n]) for n in weights)
 
 
+@pytest.mark.sweep  # checkpoints of both kinds of layers go there and back in tests/e2e/test_megatron_mesh.py
 def test_a_killed_run_ends_with_the_same_bits(tmp_path):
     run(tmp_path / "whole", **SHORT, **MESH)
     assert run_and_die(tmp_path / "dies", ("StepDone", 5), **SHORT, **MESH) == -9

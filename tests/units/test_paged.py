@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import weakref
 from contextlib import contextmanager
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -56,7 +57,7 @@ def laid(lengths: list[int], pages: int = 160) -> torch.Tensor:
 @pytest.mark.parametrize(
     "heads, shared, size, wide, how",
     [
-        (4, 2, 16, 16, {}),
+        pytest.param(4, 2, 16, 16, {}, marks=pytest.mark.sweep),  # as with a rule, and in the engines below
         pytest.param(6, 2, 20, 12, {"window": 5}, marks=pytest.mark.sweep),
         pytest.param(3, 1, 24, 24, {"softcap": 3.0}, marks=pytest.mark.sweep),
         (4, 2, 20, 12, {"window": 66, "softcap": 2.0, "sinks": True}),
@@ -94,8 +95,10 @@ def test_the_kernel_computes_what_the_layouts_do(heads, shared, size, wide, how)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [4, 24])
-@pytest.mark.parametrize("how", [{}, {"window": 9, "sinks": True}])
+@pytest.mark.parametrize(
+    ("how", "heads"),  # 24 are more than one group
+    covering(product([{}, {"window": 9, "sinks": True}], [4, 24]), [({}, 4), ({"window": 9, "sinks": True}, 24)]),
+)
 def test_values_that_are_part_of_their_keys_are_read_with_them(heads, how):
     """Latents: 20 numbers that are key and value, and 6 of the key alone, one for all heads."""
     torch.manual_seed(0)
@@ -173,9 +176,10 @@ def test_an_engine_on_the_kernel_draws_what_the_other_one_draws(on_gpu, kind):
 @pytest.mark.slow
 def test_guesses_are_rows_of_a_feed(on_gpu):
     """A draft with pools of its own reads the same lines."""
-    loaded = tiny("llama")
-    draft = DraftModel(on_card("llama"))
-    e = engine(on_card("llama"), speculation=SpeculativeDecoder(4, draft, always=True))
+    config = FAMILIES["llama"] | {"num_hidden_layers": 1}
+    loaded = tiny("llama", **config)
+    draft = DraftModel(on_card("llama", **config))
+    e = engine(on_card("llama", **config), speculation=SpeculativeDecoder(4, draft, always=True))
     requests = [ask(prompt(0, 12), key=3, n=9), ask(prompt(1, 9), key=4, n=6)]
     for request, got in zip(requests, answers(e, requests), strict=True):
         wanted = plain_logprobs(loaded, [*request.tokens, *got.tokens])[-len(got.tokens) :]

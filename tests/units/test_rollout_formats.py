@@ -84,6 +84,7 @@ def test_wherever_engine_and_trainer_are(tmp_path, place):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # its trainer has no format; masters that have one go on in test_weight_formats.py
 def test_a_killed_run_ends_with_the_same_bits(tmp_path):
     how = {**ROUNDED, "loop__warmup__steps": 2, "loop__steps": 6, "run__checkpoint__every": 2}
     run(tmp_path / "whole", **how)
