@@ -72,8 +72,11 @@ PROCESSES = {  # more interpreters, which import torch, and what the compiler ha
     "decode, compiled": "--model {model} --running 1 --new 4 --rounds 1 --profile 0 --threads 1",
     "process_rewards, by a model": "--answers 2 --new 24 --hidden 32 --layers 2 --latency 0.01 --pairs 1 --cases model",
 }
-# whole runs of the tiny recipe through the harness of "rows", or the same engine as "decode", and seconds each: `make sweeps`
+# whole runs of the tiny recipe through the harness of "rows", the same engine as "decode", a trainer's step as in "memory", or what a test
+# of its own has (transports, the dashboard's pages, a controller's memory), and seconds each: `make sweeps`
 ALIKE = {
+    "controller",
+    "dashboard",
     "families",
     "formats",
     "generate",
@@ -82,8 +85,10 @@ ALIKE = {
     "simulated",
     "staleness",
     "static_shapes",
+    "step",
     "sync_overlap",
     "tails",
+    "transports",
 }
 ELSEWHERE = {
     "chaos": "minutes; by hand",

@@ -112,7 +112,7 @@ def test_beside_other_axes_they_have_it_too(ranks, one, mesh, routes):
 
 BOTH = [(mesh, kind, routes) for mesh in TWINS for kind in KINDS for routes in ("own", "starved")]
 PLAIN = [
-    *((TWINS[0], kind, "own") for kind in KINDS),
+    *((TWINS[0], kind, "own") for kind in ("gpt_oss", "mixtral")),  # deepseek_v3 below, qwen3_moe is mixtral's experts
     (TWINS[1], "deepseek_v3", "own"),
     (TWINS[3], "mixtral", "starved"),
 ]
@@ -178,7 +178,7 @@ def test_what_is_computed_again_is_dispatched_again(ranks, one, recompute, mesh)
     ("mesh", "dtype"),
     covering(
         product((EP, WIDE, Mesh(pp=2), TWINS[2], TWINS[3]), ("float32", "bfloat16")),
-        [(Mesh(pp=2), "bfloat16"), (TWINS[2], "float32")],
+        [(Mesh(pp=2), "bfloat16")],  # on ep: test_mesh_runs.py; files of all: test_deferred_weights.py
     ),
     ids=str,
 )
@@ -199,7 +199,7 @@ def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
         assert told["train/grad_norm"] > how["clip"] and "train/expert_load_imbalance" in told
 
 
-@pytest.mark.parametrize("mesh", covering([EP, WIDE, TWINS[0], TWINS[2]], [WIDE, TWINS[2]]), ids=str)
+@pytest.mark.parametrize("mesh", covering([EP, WIDE, TWINS[0], TWINS[2]], [TWINS[2]]), ids=str)
 def test_weights_flow_to_an_engine_of_any_layout(ranks, mesh):
     every = ranks(mesh)
     every.make("mixtral")

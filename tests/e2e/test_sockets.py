@@ -115,7 +115,8 @@ AMONG_OTHERS = {
     "split, weights by disk",
     "split, weights by torch.distributed",
     "two ranks",
-}  # alone what others add up
+    "an engine of two processes",
+}  # alone what others add up; processes of an engine meet as ranks do
 
 
 @pytest.mark.parametrize("mode", covering(MODES, MODES.keys() - AMONG_OTHERS))
