@@ -33,7 +33,6 @@ from rondel.train import checkpoint
 from rondel.train.adaptive_coefs import AdaptiveCoefs
 from rondel.train.advantages import compute_advantages
 from rondel.train.mesh_checks import names_model
-from rondel.train.mismatch import MismatchAlarm
 from rondel.train.observations import observed_batch
 from rondel.train.offload import Offload
 from rondel.train.optim import learning_rate
@@ -41,7 +40,7 @@ from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batche
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.row_share import count_shared
 from rondel.train.settings import TrainSettings
-from rondel.train.step_metrics import StepMetricSums
+from rondel.train.step_metrics import MismatchAlarm, StepMetricSums
 from rondel.train.teachers import Teacher, TeacherEnsemble
 from rondel.train.weight_publisher import WeightPublisher
 
