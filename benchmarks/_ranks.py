@@ -126,12 +126,10 @@ class RankTrainer:
         """-> (manifest, route) on the first rank, and the bytes that came to this one."""
         from rondel.core.types import Route
         from rondel.sync.from_ipc import FromIpc
-        from rondel.train.weight_publisher import WeightPublisher
+        from rondel.train.weight_publisher import RankPublisher
 
         if not hasattr(self, "publishers"):
-            self.publishers = {
-                way: WeightPublisher(self.trainer.loaded, self.ranks, FromIpc()) for way in (True, False)
-            }
+            self.publishers = {way: RankPublisher(self.trainer.loaded, self.ranks, FromIpc()) for way in (True, False)}
             self.publishers[False]._parts["ipc"] = None
         publisher = self.publishers[apart]
         return publisher.publish(Route("ipc"), 0), publisher.gathered

@@ -37,12 +37,12 @@ from rondel.train.observations import observed_batch
 from rondel.train.offload import Offload
 from rondel.train.optim import learning_rate
 from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches, micro_budget
-from rondel.train.parallel import ALONE, SingleRank
+from rondel.train.parallel import ALONE, SingleRank, WeightPublisher
 from rondel.train.row_share import count_shared
 from rondel.train.settings import TrainSettings
 from rondel.train.step_metrics import MismatchAlarm, StepMetricSums
 from rondel.train.teachers import Teacher, TeacherEnsemble
-from rondel.train.weight_publisher import WeightPublisher
+from rondel.train.weight_publisher import RankPublisher
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -119,7 +119,8 @@ class LocalTrainer:
             keeps_heads="teacher_hidden" in needs,
         )
         self.weights = ranks.make_masters(self.loaded.model, **settings.optimizer_options)
-        self.publisher = WeightPublisher(self.loaded, ranks, transport, self.weights)
+        publisher = WeightPublisher if ranks.size == 1 else RankPublisher
+        self.publisher = publisher(self.loaded, ranks, transport, self.weights)
         self.step_number = self.bad_steps = 0
         self.version = 0
         self.alarm = MismatchAlarm(settings.mismatch_bound, rounded=settings.rollout_format)
