@@ -176,7 +176,7 @@ class RankTrainer:
         self, batch: Any, algo: Any, micro_tokens: int, link: float = math.inf
     ) -> tuple[MovedData, Any, tuple[float, float]]:
         """What the passes of one update moved, the packed tokens of this rank, and their seconds, of the clock and of CPU."""
-        from rondel.train.advantages import compute_advantages
+        from rondel.train.annotate import compute_advantages
         from rondel.train.step_metrics import StepMetricSums
 
         t, sums = self.trainer, StepMetricSums()

@@ -44,7 +44,7 @@ from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.transfer_plan import plan_transfer
 from rondel.train import part_checkpoint, part_file
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.critic import Critic
 from rondel.train.fsdp import FsdpRank
 from rondel.train.parallel import ALONE
