@@ -26,6 +26,7 @@ PHASES = {
     ("optim", "step"): "optimizer",
     ("optim", "_changed_share"): "round weights",
     ("step", "_measure_kl_to_start"): "start probe",
+    ("parallel", "publish"): "publish",
     ("weight_publisher", "publish"): "publish",
     ("checkpoint", "save_trainer"): "checkpoint",
 }

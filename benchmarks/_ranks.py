@@ -126,12 +126,10 @@ class RankTrainer:
         """-> (manifest, route) on the first rank, and the bytes that came to this one."""
         from rondel.core.types import Route
         from rondel.sync.from_ipc import FromIpc
-        from rondel.train.weight_publisher import WeightPublisher
+        from rondel.train.weight_publisher import RankPublisher
 
         if not hasattr(self, "publishers"):
-            self.publishers = {
-                way: WeightPublisher(self.trainer.loaded, self.ranks, FromIpc()) for way in (True, False)
-            }
+            self.publishers = {way: RankPublisher(self.trainer.loaded, self.ranks, FromIpc()) for way in (True, False)}
             self.publishers[False]._parts["ipc"] = None
         publisher = self.publishers[apart]
         return publisher.publish(Route("ipc"), 0), publisher.gathered
@@ -178,7 +176,7 @@ class RankTrainer:
         self, batch: Any, algo: Any, micro_tokens: int, link: float = math.inf
     ) -> tuple[MovedData, Any, tuple[float, float]]:
         """What the passes of one update moved, the packed tokens of this rank, and their seconds, of the clock and of CPU."""
-        from rondel.train.advantages import compute_advantages
+        from rondel.train.annotate import compute_advantages
         from rondel.train.step_metrics import StepMetricSums
 
         t, sums = self.trainer, StepMetricSums()

@@ -124,8 +124,8 @@ class Case:
     def measure_gap(self) -> dict[str, Any]:
         """K3 and the mean gap of freshly drawn answers, and how far the K3 of so many tokens may be off."""
         from rondel.train.annotate import annotate_logprobs
-        from rondel.train.mismatch import measure_mismatch
         from rondel.train.pack import batch_of
+        from rondel.train.step_metrics import measure_mismatch
 
         self.batch = batch_of(asyncio.run(self.draw()))
         self.device.call(lambda: annotate_logprobs(self.loaded, self.batch, "trained", budget=1024, temperature=1.0))

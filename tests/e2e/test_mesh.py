@@ -22,7 +22,7 @@ from rondel.cli import main
 from rondel.core.errors import RondelError
 from rondel.core.mesh import Mesh
 from rondel.core.types import Score
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.pack import batch_of
 
 TP, PLAIN_TP, CP, PP = Mesh(tp=2), Mesh(tp=2, sp=False), Mesh(cp=2), Mesh(pp=2)

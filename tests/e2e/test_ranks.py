@@ -20,7 +20,7 @@ from kits.vision import model as looking
 from rondel.algos.table import TABLE
 from rondel.core.mesh import Mesh
 from rondel.core.types import Score
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.pack import batch_of
 
 MODELS = ("llama", "tied", "qwen3", "gemma3_text")

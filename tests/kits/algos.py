@@ -29,7 +29,7 @@ from rondel.algos.surrogate import Clip
 from rondel.algos.table import Algorithm
 from rondel.algos.tokens import TokenBatch, Tokens
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean
-from rondel.train.advantages import advantages_of
+from rondel.train.annotate import advantages_of
 
 torch.set_num_threads(1)
 F64 = torch.float64

@@ -44,7 +44,7 @@ from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.transfer_plan import plan_transfer
 from rondel.train import part_checkpoint, part_file
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.critic import Critic
 from rondel.train.fsdp import FsdpRank
 from rondel.train.parallel import ALONE
@@ -52,7 +52,7 @@ from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer
 from rondel.train.step_metrics import StepMetricSums
 from rondel.train.teachers import Teacher
-from rondel.train.weight_publisher import WeightPublisher
+from rondel.train.weight_publisher import RankPublisher
 
 
 def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
@@ -279,7 +279,7 @@ class Rank:
         """-> (manifest and route, or None) of an update in which each rank writes its shards, and bytes gathered here."""
         trainer = self.trainer
         if not hasattr(trainer, "apart"):
-            trainer.apart = WeightPublisher(trainer.loaded, self.ranks, FromIpc())
+            trainer.apart = RankPublisher(trainer.loaded, self.ranks, FromIpc())
         trainer.publisher, plain = trainer.apart, trainer.publisher
         try:
             return _now(trainer.publish(Route("ipc"))), trainer.apart.gathered

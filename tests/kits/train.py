@@ -17,7 +17,7 @@ from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.envs.episode import assign_parents, join_episodes
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.critic import Critic
 from rondel.train.pack import TrainBatch, batch_of
 from rondel.train.settings import TrainSettings

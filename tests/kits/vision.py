@@ -16,7 +16,7 @@ from rondel.core.types import Group, Request, Sampling, Score, Task, Trajectory
 from rondel.models import vision
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.pack import TrainBatch
 from rondel.train.step_metrics import StepMetricSums
 

@@ -28,7 +28,7 @@ from rondel.algos.advantage import Constant
 from rondel.algos.component import Component
 from rondel.algos.table import TABLE
 from rondel.core.types import Score, Trajectory
-from rondel.train.advantages import advantages_of, compute_advantages
+from rondel.train.annotate import advantages_of, compute_advantages
 from rondel.train.pack import TrainBatch, batch_of, micro_batches
 from rondel.train.step_metrics import StepMetricSums
 

@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from kits.chat import Engine, chat, tokenizer
 from rondel.core.errors import DataError, RondelError
 from rondel.generate.template import Template
-from rondel.text.special_tokens import special_tokens
+from rondel.text.tokenization import special_tokens
 
 trl = pytest.importorskip("trl", reason="make parity installs it")
 HOME = Path(trl.__file__).parent / "chat_templates"

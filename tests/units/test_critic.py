@@ -22,7 +22,7 @@ from rondel.core.types import Group, Score, Task
 from rondel.models.save import save_model
 from rondel.runtime.journal import store
 from rondel.train.adaptive_coefs import kl_of_samples
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.pack import TrainBatch, batch_of
 from rondel.train.step_metrics import StepMetricSums

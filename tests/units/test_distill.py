@@ -19,7 +19,7 @@ from rondel.assemble.rows import rows_of
 from rondel.core.errors import ConfigError, RondelError, TrainError
 from rondel.models.load import load_model
 from rondel.runtime.journal import store
-from rondel.train.advantages import advantages_of
+from rondel.train.annotate import advantages_of
 from rondel.train.teachers import Teacher, TeacherEnsemble
 
 V = 7

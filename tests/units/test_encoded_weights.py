@@ -35,8 +35,7 @@ from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import WeightUpdate
-from rondel.train.parallel import ALONE
-from rondel.train.weight_publisher import WeightPublisher
+from rondel.train.parallel import ALONE, WeightPublisher
 
 KINDS = ["tensor", "ipc", "disk", "delta", "distributed"]
 MODELS = {

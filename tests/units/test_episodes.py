@@ -16,7 +16,7 @@ from rondel.core.errors import ConfigError, EnvError
 from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.envs.episode import as_trajectories, assign_parents, join_episodes
 from rondel.runtime.journal import store
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.pack import TrainBatch, batch_of
 
 TASK = Task("t", "fake", {})

@@ -7,7 +7,7 @@ import torch
 
 from kits.runs import events, run
 from kits.train import awkward_groups, batch, model, row, step, trainer
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.step_metrics import StepMetricSums
 
 ROW = {"kl": {"coef": 0.05}, "surrogate": {"high": 0.28}}

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from rondel.algos.tokens import repeated_fraction
 from rondel.core.errors import ConfigError
 from rondel.core.types import KEEP, EnvFault, Failed, Group, Score, Task, Trajectory, Verdict
 from rondel.filter import FILTERS, chain_filters
@@ -14,7 +15,6 @@ from rondel.filter.complete import Complete
 from rondel.filter.length import truncated
 from rondel.filter.repetition import Repetition
 from rondel.filter.signal import signal
-from rondel.text.answer import repeated_fraction
 
 
 def group(*trajectories: Trajectory) -> Group:

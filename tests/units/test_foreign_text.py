@@ -45,7 +45,7 @@ from rondel.models.random_vision import MARKS
 from rondel.score.judge import Judge
 from rondel.score.remote import RemoteReward
 from rondel.score.result import read_score
-from rondel.text.special_tokens import SPLIT, STAND_IN, broken_up, special_tokens
+from rondel.text.tokenization import SPLIT, STAND_IN, broken_up, special_tokens
 from rondel.text.unicode import valid_unicode
 
 HARMLESS = "plain"

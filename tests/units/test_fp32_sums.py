@@ -19,7 +19,7 @@ from rondel.models.linear import equal_blocks, fp32_product, product
 from rondel.models.load import load_model
 from rondel.train.annotate import logprobs_of
 from rondel.train.logprobs import logprob_and_entropy
-from rondel.train.mismatch import bound_of
+from rondel.train.step_metrics import bound_of
 
 HALVES = [torch.bfloat16, torch.float16]
 LARGE = SIZE | {"num_hidden_layers": 4, "hidden_size": 128, "vocab_size": 512}

@@ -16,7 +16,7 @@ from rondel.core.errors import ConfigError
 from rondel.models.head import LMHead
 from rondel.models.load import load_model
 from rondel.train import logprobs
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.step_metrics import StepMetricSums
 from rondel.train.teacher_distributions import TeacherDistribution, TeacherOpinion
 from rondel.train.teachers import Teacher, TeacherEnsemble

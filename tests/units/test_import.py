@@ -34,7 +34,7 @@ from rondel.importing.translate import nest_lines, translate_config
 from rondel.importing.trl import TRL
 from rondel.importing.verl import VERL
 from rondel.runtime.telemetry.sinks import SINKS as TRACKERS
-from rondel.train.advantages import advantages_of
+from rondel.train.annotate import advantages_of
 
 PEERS = {peer.name: peer for peer in (TRL, VERL, OPENRLHF)}
 EXAMPLES = Path(__file__).parents[2] / "examples" / "peers"

@@ -21,7 +21,7 @@ from rondel.core.types import Completion, Group, Sampling, Score, StepStats, Tra
 from rondel.driver.rollouts import prepare
 from rondel.generate.envs.chat import TokenChat
 from rondel.system.loop_turns import drop_in_turns, take_loop_turn
-from rondel.text.answer import beside_loop
+from rondel.text.tokenization import beside_loop
 
 
 class CountedLoop(asyncio.SelectorEventLoop):

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from rondel.algos.tokens import TokenBatch
 from rondel.runtime.telemetry.metrics import SCHEMA, metric_meaning
-from rondel.train.mismatch import BOUNDS, MIXTURE, ROUNDED, MismatchAlarm, bound_of, measure_mismatch, mismatch_metrics
 from rondel.train.pack import TrainSample
+from rondel.train.step_metrics import (
+    BOUNDS,
+    MIXTURE,
+    ROUNDED,
+    MismatchAlarm,
+    bound_of,
+    measure_mismatch,
+    mismatch_metrics,
+)
 
 
 def naive(x, mu, sample, mask):

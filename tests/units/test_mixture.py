@@ -16,7 +16,7 @@ from rondel.core.errors import UserError
 from rondel.core.types import Group, Score, Trajectory
 from rondel.driver.rollouts import prepare_of
 from rondel.runtime.journal import store
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.pack import TrainBatch
 from rondel.train.step_metrics import StepMetricSums
 

@@ -21,7 +21,7 @@ from rondel.models.weight_formats import formatted_parameters
 from rondel.runtime.journal.log import read
 from rondel.runtime.journal.store import read_step
 from rondel.runtime.telemetry.card import card_of, render_markdown
-from rondel.train.mismatch import MismatchAlarm, bound_of
+from rondel.train.step_metrics import MismatchAlarm, bound_of
 
 ROUNDED = {"model__format": {"engine": "int4"}, "algo__correction": {"kind": "importance"}}
 SHORT = {"loop__warmup__steps": 0, "loop__steps": 3}

@@ -19,7 +19,7 @@ from rondel.driver.teacher_prompts import write_teacher_prompts
 from rondel.generate.template import Template
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.runtime.journal import store
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.pack import batch_of
 from rondel.train.teachers import Teacher
 

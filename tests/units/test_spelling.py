@@ -18,7 +18,7 @@ from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.generate.envs.tools import Tools
-from rondel.text.special_tokens import SPLIT
+from rondel.text.tokenization import SPLIT
 
 
 def tasks(*prompts: str, **settings) -> list[Task]:

@@ -14,7 +14,7 @@ from kits.chat import tokenizer as chat_tokenizer
 from kits.engine import tiny
 from rondel.core.types import FLAGS, IDS, NUMBERS, PIECE, Completion, Sampling, TokenColumn, Trajectory
 from rondel.generate.envs.chat import TokenChat
-from rondel.text.answer import decode_answer, decode_in_pieces
+from rondel.text.tokenization import decode_answer, decode_in_pieces
 
 
 @pytest.mark.parametrize(

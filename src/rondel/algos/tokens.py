@@ -1,6 +1,6 @@
 """The trainable tokens that the loss is a sum over: what is known of each, what the parts of a row see, and what is made
 of the log-probabilities of one: exponentials that do not overflow, estimates of a KL (kl.py), and they themselves, of
-the logits of a vocabulary.
+the logits of a vocabulary. And how much of an answer's tokens repeats.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,18 @@ def k3(x_T: Tensor) -> Tensor:
     """
     x_T = x_T.clamp(-LIMIT, LIMIT)
     return torch.expm1(-x_T) + x_T
+
+
+def repeated_fraction(tokens: Sequence[int], mask: Sequence[Any], n: int) -> float | None:
+    """1 - distinct / all n-grams of the tokens that the policy wrote; one that spans a given
+    token does not count. None when there are none.
+    """
+    grams: list[tuple[int, ...]] = []
+    for written, run in groupby(zip(tokens, mask), key=lambda pair: bool(pair[1])):
+        if written:
+            own = [token for token, _ in run]
+            grams += [tuple(own[i : i + n]) for i in range(len(own) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else None
 
 
 def select_logprobs(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rondel.assemble.served_engine import ServedEngine, ServerSettings, open_engine
 from rondel.core.events import Event, Warned, drop_on_failure, subscribe
+from rondel.core.time_account import run_loop
 from rondel.generate.engine.server.app import ServerAuth, build_app
 from rondel.generate.engine.server.engine_service import EngineService
 from rondel.generate.engine.server.process import run
@@ -19,7 +20,6 @@ from rondel.generate.engine.stepwise.continuous_engine import ContinuousEngine
 from rondel.runtime.devices import prepare_process
 from rondel.sync.from_ipc import FromIpc
 from rondel.system.http.server import bind_socket
-from rondel.system.running_time import run_loop
 from rondel.text.unicode import visible_text
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from rondel.assemble.served_engine import ServerSettings, open_engine
 from rondel.core.errors import UserError
+from rondel.core.time_account import run_loop
 from rondel.runtime.devices import prepare_process
 from rondel.system.http.server import bind_socket
-from rondel.system.running_time import run_loop
 from rondel.training_api.app import BODY, build_app
 from rondel.training_api.process import serve_app
 from rondel.training_api.service import AdapterService

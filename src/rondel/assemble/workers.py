@@ -60,11 +60,11 @@ from rondel.train.checkpoint import bytes_needed
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
 from rondel.train.fsdp import FsdpRank
-from rondel.train.mismatch import bound_of
 from rondel.train.pack import TrainBatch
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer
+from rondel.train.step_metrics import bound_of
 from rondel.train.teachers import Teacher
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rondel.generate.envs.gym import Gym
 from rondel.generate.envs.sources import TaskSet, control_tokens_in
 from rondel.generate.envs.tools import Tools
 from rondel.generate.template import Template
-from rondel.text.special_tokens import SPLIT, special_tokens
+from rondel.text.tokenization import SPLIT, special_tokens
 
 
 def all_tasks(tasks: TaskSet, shown: list[DemonstrationStream]) -> list[Task]:

@@ -16,12 +16,12 @@ from rondel.assemble.run_components import Components
 from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 from rondel.core.events import Evaluated
+from rondel.core.time_account import run_loop
 from rondel.core.types import Slot
 from rondel.driver.evaluation import OnProgress, SetEvaluation, evaluate
 from rondel.driver.rollouts import GroupRollouts
 from rondel.runtime.devices import prepare_process
 from rondel.system.run_weights import find_run_weights
-from rondel.system.running_time import run_loop
 from rondel.train.multi_policy import FOLDER
 
 

@@ -36,6 +36,7 @@ from rondel.core.events import (
     warn_aloud,
 )
 from rondel.core.schedule_gate import ScheduleGate
+from rondel.core.time_account import run_loop
 from rondel.driver.phases import RunPhases
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import pick_device, prepare_controller, prepare_process
@@ -55,7 +56,6 @@ from rondel.runtime.telemetry.sinks import open_sinks, sink_tables, traces_addre
 from rondel.runtime.termination import GracefulStop
 from rondel.system.files import make_folder, replace_file
 from rondel.system.folder_lock import lock_folder
-from rondel.system.running_time import run_loop
 from rondel.train.checkpoint import Checkpoints
 
 RESTARTS = 3  # of a run that lost a rank of its trainer

@@ -7,8 +7,8 @@ import asyncio
 
 from rondel.core.events import Warned, emit
 from rondel.core.failure_rate import RecentOutcomes
+from rondel.core.time_account import running_time
 from rondel.core.types import Failed, Score
-from rondel.system.running_time import running_time
 
 
 class FailureBudget:

@@ -10,6 +10,7 @@ from rondel.assemble.components import build
 from rondel.assemble.facts import facts_of, warn_of_other_arithmetic
 from rondel.core.config.job import Job
 from rondel.core.errors import UserError
+from rondel.core.time_account import run_loop
 from rondel.core.types import StepStats
 from rondel.driver.rollouts import prepare, prepare_of
 from rondel.runtime.devices import prepare_process
@@ -17,7 +18,6 @@ from rondel.runtime.journal import store
 from rondel.runtime.journal.log import read
 from rondel.runtime.journal.schedule import OrderReplayer
 from rondel.system.files import checkpoints_in
-from rondel.system.running_time import run_loop
 from rondel.train.checkpoint import find_flaw
 
 CLOCK = ("timings",)  # columns of a stored rollout that a replay has of its own

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rondel.algos.tokens import repeated_fraction
 from rondel.core.errors import ConfigError
 from rondel.core.types import KEEP, Group, Verdict
-from rondel.text.answer import repeated_fraction
 
 
 @dataclass(frozen=True)

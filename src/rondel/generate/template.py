@@ -8,7 +8,7 @@ policy wrote is never part of what is rendered.
     later     encode(tpl(D + messages, gen_prompt=True))[len(encode(tpl(D))):]
     tail      what the template puts after an assistant's content: "<|im_end|>\\n" as tokens
 
-Messages are covered when they come in (text/special_tokens.py): control tokens are the
+Messages are covered when they come in (text/tokenization.py): control tokens are the
 template's alone, and what a message spells is text.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 from rondel.core.errors import DataError, RondelError, TemplateError
 from rondel.core.media import ImageProcessorConfig
 from rondel.generate.calls import HERMES, PROBE, TOLD, CallFormat, read_off
-from rondel.text.special_tokens import special_tokens
+from rondel.text.tokenization import special_tokens
 
 Messages = list[dict[str, Any]]
 Schemas = Sequence[dict[str, Any]]  # of tools, as OpenAI's `tools` has them

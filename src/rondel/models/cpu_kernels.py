@@ -21,6 +21,7 @@ one pass over the scores, in their place.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -68,10 +69,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return RMSNorm.apply(x, weight, eps) if _wants_gradient(x, weight) else _norm_forward(x.contiguous(), weight, eps)
 
 
+def norm_layer(plain: Callable[[Tensor], Tensor], norm: Any, hidden_states: Tensor) -> Tensor:
+    """The forward pass of a norm that is `rms_norm`; `plain` of what the kernel does not compute."""
+    weight = norm.weight
+    if weight.dtype in (hidden_states.dtype, torch.bfloat16) and has_kernels(hidden_states, weight):
+        return rms_norm(hidden_states, weight, norm.variance_epsilon)
+    return plain(hidden_states)
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, of one shape and dtype."""
     gate, up = gate.contiguous(), up.contiguous()
     return SwiGLU.apply(gate, up) if _wants_gradient(gate, up) else _gate_forward(gate, up)
+
+
+def gated_layer(plain: Callable[[Tensor, Tensor], Tensor], mlp: Any, x: Tensor) -> Tensor:
+    """The forward pass of a gated MLP with SiLU; `plain` of gate and up where the kernel does not compute `swiglu`."""
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    fits = gate.dtype == up.dtype and has_kernels(gate, up)
+    out: Tensor = mlp.down_proj(swiglu(gate, up) if fits else plain(gate, up))
+    return out
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -5,7 +5,7 @@
     act(g) * u  g, u, act(g)                 g, u
 
 One kernel computes the norm that most families have, and silu(g) * u: of models/row_kernels.py on a GPU, in 16 bits; of
-models/cpu_kernels.py on a CPU.
+models/cpu_kernels.py on a CPU, which such layers ask first.
 
 The backward pass runs the module's own forward once more, on the same numbers, so every family's norm is covered and
 each module's values and gradients have the plain ones' bits. Without a gradient nothing changes.
@@ -44,9 +44,17 @@ def install_kept_inputs(decoder: Any) -> None:
     """Every norm and every plain gated MLP of a decoder keeps its inputs alone from now on."""
     for module in decoder.modules():
         if _is_norm(module):
-            setattr(module, "forward", functools.partial(_norm, module, module.forward))  # noqa: B010
+            norm = functools.partial(_norm, module, module.forward)
+            if _has_lines(cast(Any, type(module)), RMS_NORM):
+                norm = functools.partial(cpu_kernels.norm_layer, norm, module)
+            setattr(module, "forward", norm)  # noqa: B010
         elif _is_gated(module):
-            setattr(module, "forward", functools.partial(_gated_mlp, module))  # noqa: B010
+            mlp = functools.partial(_gated_mlp, module)
+            if _is_silu(module.act_fn):
+                mlp = functools.partial(
+                    cpu_kernels.gated_layer, functools.partial(_gate_product, module.act_fn), module
+                )
+            setattr(module, "forward", mlp)  # noqa: B010
         elif hasattr(module, "_apply_gate"):  # joined experts: transformers' own seam
             setattr(module, "_apply_gate", functools.partial(_apply_gate, module._apply_gate))  # noqa: B010
 
@@ -82,8 +90,6 @@ class KeptInputs(torch.autograd.Function):
 def _norm(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):  # norms that have a gate of their own
         return forward(*args, **kwargs)
-    if has_cpu_norm(module, args[0]):
-        return cpu_kernels.rms_norm(args[0], module.weight, module.variance_epsilon)
     if choose_norm_kernel(module, args[0]).takes_kernel:
         from rondel.models.row_kernels import rms_norm
 
@@ -92,14 +98,15 @@ def _norm(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _gated_mlp(module: Any, x: Tensor) -> Tensor:
-    gate, up = module.gate_proj(x), module.up_proj(x)
-    if gate.dtype == up.dtype and _is_silu(module.act_fn) and cpu_kernels.has_kernels(gate, up):
-        return module.down_proj(cpu_kernels.swiglu(gate, up))
-    if choose_gate_kernel(module.act_fn, gate, up).takes_kernel:
+    return module.down_proj(_gate_product(module.act_fn, module.gate_proj(x), module.up_proj(x)))
+
+
+def _gate_product(act: Any, gate: Tensor, up: Tensor) -> Tensor:
+    if choose_gate_kernel(act, gate, up).takes_kernel:
         from rondel.models.row_kernels import swiglu
 
-        return module.down_proj(swiglu(gate, up))
-    return module.down_proj(keep_inputs(functools.partial(_gate, module.act_fn), [gate, up]))
+        return swiglu(gate, up)
+    return keep_inputs(functools.partial(_gate, act), [gate, up])
 
 
 def _apply_gate(gate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
@@ -108,17 +115,6 @@ def _apply_gate(gate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
 
 def _gate(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     return act(gate) * up
-
-
-def has_cpu_norm(module: Any, x: Tensor) -> bool:
-    """Whether models/cpu_kernels.py computes this norm of these numbers."""
-    weight = getattr(module, "weight", None)
-    return (
-        isinstance(weight, Tensor)
-        and weight.dtype in (x.dtype, torch.bfloat16)
-        and _has_lines(cast(Any, type(module)), RMS_NORM)
-        and cpu_kernels.has_kernels(x, weight)
-    )
 
 
 def _is_silu(act: Any) -> bool:

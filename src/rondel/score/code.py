@@ -19,10 +19,10 @@ from rondel.core.errors import BoxError, ConfigError, DataError, SandboxError
 from rondel.core.protocols import SandboxCell, SandboxFactory
 from rondel.core.registry import one_of
 from rondel.core.sandbox_types import CommandResult, Limits
+from rondel.core.time_account import running_time
 from rondel.core.types import Score, Task, Trajectory
 from rondel.score.boxed.harness import BROKEN, EMPTY, FAULT, GONE, PASSED, WRONG
 from rondel.score.code_tests import extract_code, harness_call, read_tests, reference_of
-from rondel.system.running_time import running_time
 
 BOXED = Path(__file__).parent / "boxed"
 MODULES = ("ast", "copy", "io", "numbers")  # that the text of a box imports

@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rondel.core.errors import ConfigError
+from rondel.core.time_account import poll_until, running_time
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score.jobs import EarlyJob, OrderJob, ScoreJob
 from rondel.score.killable_process import Asked, Result, RewardProcess, read_reply, without_arrays
-from rondel.system.running_time import poll_until, running_time
 
 GRACE = 5.0  # seconds beside the timeout that a silent worker has
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import ConfigError
 from rondel.core.given_objects import pack_given
+from rondel.core.time_account import poll_until, running_time
 from rondel.core.types import Failed, Score, Trajectory
-from rondel.system.running_time import poll_until, running_time
 
 if TYPE_CHECKING:
     from rondel.score import Spec

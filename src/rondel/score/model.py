@@ -19,7 +19,7 @@ from rondel.core.types import Failed, Score, Task, Trajectory, Turn
 from rondel.score.answer_text import asked_of, turns_of
 from rondel.score.batch import Batcher
 from rondel.score.offload import OffloadedModel
-from rondel.text.special_tokens import special_tokens
+from rondel.text.tokenization import special_tokens
 from rondel.text.unicode import valid_unicode
 
 CLOSE = 1e-4  # a packed score and one computed alone, relative to the larger of it and 1; bfloat16 gets more

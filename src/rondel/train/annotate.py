@@ -1,4 +1,6 @@
-"""Log-probabilities under some weights, per sample, in the same packing as the update: proximal, reference, start."""
+"""What a step knows of every trained token before the first pass with a gradient: its log-probabilities under some weights
+(proximal, reference, start), in the same packing as the update, and what it has earned, for the whole step at once (law 3).
+"""
 
 from __future__ import annotations
 
@@ -8,27 +10,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from rondel.algos.divergence import Divergence
-from rondel.core.errors import TrainError
+from rondel.algos.value import explained_variance
+from rondel.core.errors import ConfigError, TrainError
 from rondel.core.registry import find_registered
-from rondel.models.head import LMHead
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.routing_tape import RoutingTape
 from rondel.models.step_head import StepHead
-from rondel.train.logprobs import (
-    collision_probability,
-    logprob_and_best,
-    logprob_and_entropy,
-    logprob_entropy_and_kl,
-    logprob_entropy_and_top,
-)
+from rondel.train.logprobs import collision_probability, logprob_and_entropy
 from rondel.train.pack import MicroBatchShapes, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.row_share import RowShare, own_routes, own_share
-from rondel.train.step_policy import StepPolicy, steps_of
-from rondel.train.teacher_distributions import TeacherDistribution
+from rondel.train.shaped_rewards import charge_advantages, returns_of, with_shaped_rewards
+from rondel.train.step_policy import StepPolicy
 
 if TYPE_CHECKING:
+    from rondel.algos.scored_samples import ScoredSamples
+    from rondel.algos.table import Algorithm
+    from rondel.models.head import LMHead
     from rondel.models.loaded_model import LoadedModel
 
 
@@ -124,36 +122,6 @@ def forward(
     return policy_of(loaded).evaluate(packed, temperature=temperature, tape=tape, drawn=drawn)
 
 
-def forward_with_top(
-    loaded: LoadedModel,
-    packed: PackedBatch,
-    top_ids: Tensor,
-    *,
-    temperature: float,
-    tape: RoutingTape | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, of the distributions that were drawn from, and the log-probabilities of `top_ids` [M, K]."""
-
-    def compute_logprobs(head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = loaded.hidden_states(
-            packed.tokens, packed.positions, packed.layout, tape, packed.encode_images(loaded)
-        ).index_select(0, packed.source)
-        return logprob_entropy_and_top(hidden, packed.target, head, top_ids, temperature=temperature, kept=packed.kept)
-
-    return loaded.run_with_head(compute_logprobs)
-
-
-def forward_with_reference(loaded: LoadedModel, packed: PackedBatch, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of the steps of a flow, and KL(policy || reference) of each [M], by the means of the reference [M, D]."""
-    steps = steps_of(packed)
-
-    def evaluate(head: Any) -> Any:
-        return head.evaluate_with_reference(steps, means)
-
-    found: tuple[Tensor, Tensor, Tensor] = loaded.run_with_head(evaluate)
-    return found
-
-
 def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | None = None) -> Tensor:
     """The layers of a stage over one micro-batch, sent to the next stage. -> 0, whose backward pass receives their
     gradient from there.
@@ -168,53 +136,6 @@ def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | 
     sent: Tensor = loaded.run_with_head(compute_states)
     join_flips(own, tape)
     return sent
-
-
-def forward_taught(
-    loaded: LoadedModel,
-    packed: PackedBatch,
-    taught: TeacherDistribution,
-    apart_by: Divergence,
-    *,
-    temperature: float,
-    tape: RoutingTape | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, and how far the whole distribution is from that of the teachers [M]."""
-
-    def compute_logprobs_and_kl(head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = loaded.hidden_states(
-            packed.tokens, packed.positions, packed.layout, tape, packed.encode_images(loaded)
-        ).index_select(0, packed.source)
-        return logprob_entropy_and_kl(hidden, packed.target, head, taught, temperature=temperature, apart_by=apart_by)
-
-    return loaded.run_with_head(compute_logprobs_and_kl)
-
-
-@torch.no_grad()
-def store_hidden_states(
-    loaded: LoadedModel,
-    batch: TrainBatch,
-    number: int,
-    *,
-    budget: int,
-    share: bool = True,
-    ranks: SingleRank = ALONE,
-) -> None:
-    """Keep the last hidden states of `loaded` at every trainable token, in host memory: a
-    forward pass is not done again for each update. Each rank computes its share, with a teacher that it has whole.
-    """
-    done: list[int] = []
-    where: dict[str, Any] = {"rank": ranks.data_rank, "ranks": ranks.data_size}
-    for packed in micro_batches(batch, budget, share=share, device=loaded.device, **where):
-        if packed.idle:
-            continue
-        done += packed.samples
-        hidden = loaded.hidden_states(packed.tokens, packed.positions, packed.layout, seen=packed.encode_images(loaded))
-        hidden = hidden.index_select(0, packed.source).cpu()
-        samples = [batch.samples[i] for i in packed.samples]
-        for sample, piece in zip(samples, hidden.split([len(s.trainable) for s in samples])):
-            sample.hidden[number] = piece
-    ranks.exchange_hidden_states(batch, done, number, loaded.head.weight)
 
 
 @torch.no_grad()
@@ -302,67 +223,6 @@ def annotate_collisions(
 
 
 @torch.no_grad()
-def annotate_margins(
-    loaded: LoadedModel,
-    batch: TrainBatch,
-    number: int,
-    *,
-    budget: int,
-    temperature: float,
-    share: bool = True,
-    ranks: SingleRank = ALONE,
-    shapes: MicroBatchShapes | None = None,
-) -> None:
-    """Write as margin `number` of every sample's tokens, which are read behind a hint: log p(best) - log p(token) where
-    the token is likelier than when it was drawn, else -1.
-    """
-    done: list[int] = []
-    where: dict[str, Any] = {"rank": ranks.data_rank, "ranks": ranks.data_size, "shapes": shapes}
-    for packed in micro_batches(batch, budget, share=share, device=loaded.device, **where):
-
-        def compute_logprobs(head: LMHead, packed: Any = packed) -> tuple[Tensor, Tensor]:
-            hidden = loaded.hidden_states(
-                packed.tokens, packed.positions, packed.layout, None, packed.encode_images(loaded)
-            )
-            return logprob_and_best(hidden.index_select(0, packed.source), packed.target, head, temperature=temperature)
-
-        own, best = map(packed.join_targets, loaded.run_with_head(compute_logprobs))
-        if packed.idle:
-            continue
-        done += packed.samples
-        drawn = batch.tokens(packed.samples, loaded.device).behavior
-        assert drawn is not None, "the log-probabilities of the behavior are not known"
-        batch.write_margins(packed.samples, number, torch.where(own > drawn, best - own, -1.0))
-    ranks.exchange_tokens(batch, done, "margins")
-
-
-@torch.no_grad()
-def annotate_step_means(loaded: LoadedModel, batch: TrainBatch, *, budget: int, ranks: SingleRank = ALONE) -> None:
-    """Write the means of the steps of a flow under `loaded` as `reference_mean` of every sample's tokens."""
-    done: list[int] = []
-    for packed in micro_batches(batch, budget, device=loaded.device, rank=ranks.data_rank, ranks=ranks.data_size):
-        steps = steps_of(packed)
-
-        def step_means(head: Any, steps: Any = steps) -> Any:
-            return head.step_means(steps)
-
-        found = loaded.run_with_head(step_means)
-        if not packed.idle:
-            done += packed.samples
-            batch.write_tokens(packed.samples, reference_mean=found)
-    ranks.exchange_tokens(batch, done, "reference_mean")
-
-
-def annotate_ages(batch: TrainBatch, version: int) -> None:
-    """Write how many versions lie between the weights that drew each token and those of `version`, which begin the
-    step.
-    """
-    drawn = batch.tokens().versions
-    if drawn is not None:
-        batch.write_tokens(age=(version - drawn).clamp(min=0))
-
-
-@torch.no_grad()
 def logprobs_of(loaded: LoadedModel, tokens: list[int]) -> list[float]:
     """Of every token of one text; 0 for the first."""
     return policy_of(loaded).score_prompt(tokens)
@@ -388,3 +248,56 @@ def replay_tape(loaded: LoadedModel, packed: PackedBatch) -> RoutingTape:
             "or set trainer.routing_replay = false"
         )
     return loaded.routing_tape(own_routes(loaded, packed))
+
+
+# -- what the tokens have earned ---------------------------------------------------------------------------
+
+
+def compute_advantages(batch: TrainBatch, row: Algorithm) -> dict[str, float]:
+    """Write every sample's advantages, and what a critic is to learn as their
+    "returns". -> metrics: how much of it the critic knew, and how far the policy is from its
+    teacher (mean of log pi_behavior - log pi_teacher,
+    an estimate of the reverse KL a token)."""
+    branches = [s for s in batch.samples if s.parent is not None]
+    if branches:
+        _refuse_by_token(row, batch)
+        batch = TrainBatch([s for s in batch.samples if s.parent is None])
+    scored = batch.scored_samples
+    batch.write_tokens(advantages=advantages_of(row, scored))
+    roots = {(s.group, s.index): s for s in batch.samples}
+    for branch in branches:
+        assert branch.parent is not None
+        earned = roots[branch.group, branch.parent].known.advantages
+        assert earned is not None
+        branch.known.advantages = earned[:1].repeat(len(branch.trainable))
+    told = {}
+    if scored.teacher_T is not None and scored.behavior_T is not None:
+        told["train/kl_teacher"] = float((scored.behavior_T - scored.teacher_T).mean())
+    if "values" not in row.needs:
+        return told
+    returns_T = returns_of(row, scored)
+    batch.write_tokens(returns=returns_T)
+    assert scored.values_T is not None, "the row needs values"
+    known = explained_variance(scored.values_T, returns_T)
+    return told if known is None else told | {"train/explained_variance": known}
+
+
+def advantages_of(row: Algorithm, scored: ScoredSamples) -> Tensor:
+    """The advantage of every trainable token, in the order of the samples.  -> [T]."""
+    found = row.advantage(scored if row.takes_rewards else with_shaped_rewards(row, scored))
+    found_T = found if row.advantage.per_token else scored.spread_to_tokens(found)
+    return charge_advantages(row, found_T, scored) if row.charges_advantages else found_T
+
+
+def _refuse_by_token(row: Algorithm, batch: TrainBatch) -> None:
+    """An episode has one number for all its branches, where it has one."""
+    by_token = (
+        row.distill.coef or row.kl.in_reward or row.kl.in_advantage or "values" in row.needs or row.advantage.per_token
+    )
+    if by_token and "advantage" not in row.idle:
+        raise ConfigError(
+            f"algo.kind = '{row.name}' gives every token a credit of its own, and this episode has branches "
+            f"({batch.sample_name(0)}), which share one "
+            "number. Use a row with one advantage a sample (grpo, dr_grpo, rloo, gspo, ...), or an environment that "
+            "does not rewrite its history"
+        )

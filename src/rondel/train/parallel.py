@@ -4,23 +4,29 @@ denominator is global before any split (law 3).
     micro-batches  0 1 2 3 4      rank 0:  0  2  4      rank 1:  1  3 (0)     idle: makes the pass,
                    since all ranks gather the weights
                                                                                for it together, and counts nothing
-What one rank found out about its tokens is exchanged, so that all of them go on with the same batch.
+What one rank found out about its tokens is exchanged, so that all of them go on with the same batch. The weights of all
+go to one transport: of several ranks by train/weight_publisher.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
+from rondel.core.protocols import SeveralWays
 from rondel.core.tensor_parts import TensorPart
+from rondel.core.types import Manifest, Route
 from rondel.models import names
 from rondel.train.loss_scale import loss_scale_of
 from rondel.train.optim import MasterWeights
 
 if TYPE_CHECKING:
+    from rondel.core.protocols import Transport
     from rondel.models.collectives import RankGroup
     from rondel.models.loaded_model import LoadedModel
     from rondel.train.pack import MicroBatches, PackedBatch, TrainBatch
@@ -137,3 +143,61 @@ class SingleRank:
 
 
 ALONE = SingleRank()
+
+
+class WeightPublisher:
+    """Gives the weights of a trainer of one rank to its transport. Weights in a number format travel as codes and scales,
+    each from the whole tensor.
+
+    masters  of the trainer: what it rounds, too, is encoded from them
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        ranks: SingleRank,
+        transport: Transport | None,
+        masters: MasterWeights | None = None,
+    ) -> None:
+        self.loaded, self.ranks, self.transport, self._masters = loaded, ranks, transport, masters
+
+    def publish(self, route: Route, version: int) -> tuple[Manifest, Route] | None:
+        """What the update consists of, and the way it takes; None on a rank that only gives its shards."""
+        transport = self._way_of(route)
+        manifest, route = transport.publish(route, version, names.describe_tensors(self._whole_tensors(transport)))
+        return replace(manifest, base=names.base_digest(self.loaded.model)), route
+
+    def send(self, route: Route) -> None:
+        """The tensors themselves, where the transport carries them after the engines said yes."""
+        transport = self._way_of(route)
+        transport.send(route, self._whole_tensors(transport))
+
+    def require_transport(self) -> Transport:
+        assert self.transport is not None, "the trainer was built without a transport"
+        return self.transport
+
+    def _way_of(self, route: Route) -> Transport:
+        transport = self.require_transport()
+        return transport.way_of(route) if isinstance(transport, SeveralWays) else transport
+
+    def _whole_tensors(self, transport: Transport) -> Iterator[tuple[str, Tensor]]:
+        """One at a time, under the names that the transport carries."""
+        model, tensors = self.loaded.model, self._gather_tensors()
+        if (encoding := names.encoding_of(model)) is not None:
+            return encoding.publish(model, tensors, checkpoint=transport.names == "checkpoint")
+        return names.published_tensors(model, tensors) if transport.names == "checkpoint" else tensors
+
+    def _gather_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Of what the trainer rounds before it travels in a number format, its masters."""
+        model, masters = self.loaded.model, self._masters
+        if masters is None or not masters.formatted_names or names.encoding_of(model) is None:
+            return self.ranks.full_weights(model)
+        plain = {name for name, _ in names.named_weights(model)} - masters.formatted_names
+        return chain(self.ranks.full_weights(model, plain), _rounded_masters(masters))
+
+
+def _rounded_masters(weights: MasterWeights) -> Iterator[tuple[str, Tensor]]:
+    """Whole masters of the parameters that lie in a number format here; all ranks ask."""
+    for i, name in enumerate(weights.names):
+        if name in weights.formatted_names:
+            yield name, weights.gather_full(i, weights.masters[i].detach())

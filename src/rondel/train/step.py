@@ -29,21 +29,19 @@ from rondel.models.activation_offload import activation_store
 from rondel.models.recompute import install_recompute
 from rondel.system.process_memory import release_freed_memory
 from rondel.train import annotate as notes
-from rondel.train import checkpoint
+from rondel.train import checkpoint, row_passes
 from rondel.train.adaptive_coefs import AdaptiveCoefs
-from rondel.train.advantages import compute_advantages
 from rondel.train.mesh_checks import names_model
-from rondel.train.mismatch import MismatchAlarm
 from rondel.train.observations import observed_batch
 from rondel.train.offload import Offload
 from rondel.train.optim import learning_rate
 from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches, micro_budget
-from rondel.train.parallel import ALONE, SingleRank
+from rondel.train.parallel import ALONE, SingleRank, WeightPublisher
 from rondel.train.row_share import count_shared
 from rondel.train.settings import TrainSettings
-from rondel.train.step_metrics import StepMetricSums
+from rondel.train.step_metrics import MismatchAlarm, StepMetricSums
 from rondel.train.teachers import Teacher, TeacherEnsemble
-from rondel.train.weight_publisher import WeightPublisher
+from rondel.train.weight_publisher import RankPublisher
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -120,7 +118,8 @@ class LocalTrainer:
             keeps_heads="teacher_hidden" in needs,
         )
         self.weights = ranks.make_masters(self.loaded.model, **settings.optimizer_options)
-        self.publisher = WeightPublisher(self.loaded, ranks, transport, self.weights)
+        publisher = WeightPublisher if ranks.size == 1 else RankPublisher
+        self.publisher = publisher(self.loaded, ranks, transport, self.weights)
         self.step_number = self.bad_steps = 0
         self.version = 0
         self.alarm = MismatchAlarm(settings.mismatch_bound, rounded=settings.rollout_format)
@@ -234,11 +233,13 @@ class LocalTrainer:
         if "ref_means" in needs:
             assert self.start is not None, "the row needs the reference, and the trainer was built without it"
             with self.offload.on_device(self.start):
-                notes.annotate_step_means(self.start, batch, budget=micro_budget(batch, settings), ranks=self.ranks)
+                row_passes.annotate_step_means(
+                    self.start, batch, budget=micro_budget(batch, settings), ranks=self.ranks
+                )
         if "collisions" in needs:
             notes.annotate_collisions(self.loaded, batch, replay=settings.replay_routes, **how)
         if "ages" in needs:
-            notes.annotate_ages(batch, self.version)
+            row_passes.annotate_ages(batch, self.version)
         if "teacher_logprobs" in needs:
 
             def annotate_teacher(teacher: LoadedModel, own: TrainBatch, number: int) -> None:
@@ -251,7 +252,7 @@ class LocalTrainer:
 
             def store_teacher_states(teacher: LoadedModel, own: TrainBatch, number: int) -> None:
                 with self.offload.on_device(teacher):
-                    notes.store_hidden_states(
+                    row_passes.store_hidden_states(
                         teacher,
                         own,
                         number,
@@ -264,7 +265,7 @@ class LocalTrainer:
         if "criterion_margins" in needs:
 
             def annotate_hint(policy: LoadedModel, own: TrainBatch, number: int) -> None:
-                notes.annotate_margins(policy, own, number, **how)
+                row_passes.annotate_margins(policy, own, number, **how)
 
             self.teachers.query_teachers(batch, annotate_hint)
         if "values" in needs:
@@ -381,7 +382,7 @@ class LocalTrainer:
                 self._annotate(share, row.needs | more)
         known: dict[str, float] = {}
         for row, _, share in batch.split_by_row(algo):
-            known |= compute_advantages(share, row)
+            known |= notes.compute_advantages(share, row)
         _check_samples(batch)
         return known
 
@@ -494,13 +495,13 @@ class LocalTrainer:
             elif algo.needs & {"teacher_hidden", "behavior_top", "ref_means"}:
                 if "teacher_hidden" in algo.needs:
                     taught = self.teachers.teacher_distribution(batch, packed, self.settings.temperature)
-                    found = notes.forward_taught(self.loaded, packed, taught, algo.divergence, **how)
+                    found = row_passes.forward_taught(self.loaded, packed, taught, algo.divergence, **how)
                     more = {"full_kl": found[2]}
                 elif "ref_means" in algo.needs:
-                    found = notes.forward_with_reference(self.loaded, packed, known_means(own))
+                    found = row_passes.forward_with_reference(self.loaded, packed, known_means(own))
                     more = {"step_kl": found[2]}
                 else:
-                    found = notes.forward_with_top(self.loaded, packed, known_top(own), **how)
+                    found = row_passes.forward_with_top(self.loaded, packed, known_top(own), **how)
                     more = {"top_logprobs": found[2]}
                 tokens = known.with_fields(sample=packed.sample, logprobs=found[0], entropy=found[1], **more)
                 loss, terms = objective(algo, tokens, weight_M)

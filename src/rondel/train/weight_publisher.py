@@ -1,11 +1,10 @@
-"""Weights of a trainer on their way into a transport."""
+"""Weights of a trainer of several ranks on their way into a transport."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,12 @@ import torch
 from torch import Tensor
 
 from rondel.core.errors import SyncError
-from rondel.core.protocols import PartTransport, SeveralWays
+from rondel.core.protocols import PartTransport
 from rondel.core.tensor_parts import Block, TensorPart
 from rondel.core.types import Manifest, Route, TensorInfo
 from rondel.models import names
 from rondel.models.names import DigestSums, digest_length, encoding_of
+from rondel.train.parallel import WeightPublisher
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
@@ -26,12 +26,9 @@ if TYPE_CHECKING:
     from rondel.train.parallel import SingleRank
 
 
-class WeightPublisher:
-    """Gives the weights of a trainer to its transport. Of several ranks each gives its own shards, where the transport
-    takes parts and all are on one machine; else they are gathered once an update, one tensor at a time. Weights in a
-    number format travel as codes and scales, each from the whole tensor.
-
-    masters  of the trainer: what it rounds, too, is encoded from them
+class RankPublisher(WeightPublisher):
+    """The same of several ranks: each gives its own shards, where the transport takes parts and all are on one machine;
+    else they are gathered once an update, one tensor at a time.
     """
 
     def __init__(
@@ -41,47 +38,35 @@ class WeightPublisher:
         transport: Transport | None,
         masters: MasterWeights | None = None,
     ) -> None:
-        self.loaded, self.ranks, self.transport, self._masters = loaded, ranks, transport, masters
+        super().__init__(loaded, ranks, transport, masters)
         self.held: list[tuple[str, Tensor]] = []  # gathered for a publication, and still to be sent
         self.gathered = 0  # bytes of other ranks that came to this one for the last publication
         # by the kind of a route, asked of all ranks at its first publication; None where they gather
         self._parts: dict[str, PublishedParts | None] = {}
 
     def publish(self, route: Route, version: int) -> tuple[Manifest, Route] | None:
-        """What the update consists of, and the way it takes; None on a rank that only gives its shards."""
         self.held, self.gathered = [], 0
         transport = self._way_of(route)
         if parts := self._find_parts(transport, route):
             told = parts.publish(version)
             return told and (replace(told[0], base=names.base_digest(self.loaded.model)), told[1])
-        tensors = self._gather_tensors(transport)
+        tensors = self._whole_tensors(transport)
         if not self.ranks.is_leader:
             return None
-        if transport.holds == "begin" and self.ranks.size > 1:
+        if transport.holds == "begin":
             tensors = self._keep_on_host(tensors)
         manifest, route = transport.publish(route, version, names.describe_tensors(tensors))
         return replace(manifest, base=names.base_digest(self.loaded.model)), route
 
     def send(self, route: Route) -> None:
-        """The tensors themselves, where the transport carries them after the engines said yes."""
         if self.ranks.is_leader:
             held, self.held = self.held, []
-            assert held or self.ranks.size == 1, "send before publish"
-            device, transport = self.loaded.device, self._way_of(route)
-            transport.send(
-                route, ((name, tensor.to(device)) for name, tensor in held) if held else self._gather_tensors(transport)
-            )
-
-    def require_transport(self) -> Transport:
-        assert self.transport is not None, "the trainer was built without a transport"
-        return self.transport
-
-    def _way_of(self, route: Route) -> Transport:
-        transport = self.require_transport()
-        return transport.way_of(route) if isinstance(transport, SeveralWays) else transport
+            assert held, "send before publish"
+            device = self.loaded.device
+            self._way_of(route).send(route, ((name, tensor.to(device)) for name, tensor in held))
 
     def _find_parts(self, transport: Transport, route: Route) -> PublishedParts | None:
-        if self.ranks.size == 1 or encoding_of(self.loaded.model) is not None:
+        if encoding_of(self.loaded.model) is not None:
             return None
         if route.kind not in self._parts:
             takes = isinstance(transport, PartTransport)
@@ -96,29 +81,14 @@ class WeightPublisher:
             self.held.append((name, tensor.cpu()))
             yield name, tensor
 
-    def _gather_tensors(self, transport: Transport) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, one at a time, under the names that the transport carries. The ranks
-        that do not lead give their shards at once.
-        """
-        model = self.loaded.model
-        encoding = encoding_of(model)
-        tensors = self.ranks.full_weights(model) if encoding is None else self._tensors_to_encode()
-        if not self.ranks.is_leader:
-            for _ in tensors:
-                pass
-        elif self.ranks.size > 1:
-            tensors = self._count_gathered(tensors)
-        if encoding is not None:
-            return encoding.publish(model, tensors, checkpoint=transport.names == "checkpoint")
-        return names.published_tensors(model, tensors) if transport.names == "checkpoint" else tensors
-
-    def _tensors_to_encode(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors; of what the trainer rounds, too, its masters."""
-        model, masters = self.loaded.model, self._masters
-        if masters is None or not masters.formatted_names:
-            return self.ranks.full_weights(model)
-        plain = {name for name, _ in names.named_weights(model)} - masters.formatted_names
-        return chain(self.ranks.full_weights(model, plain), _rounded_masters(masters))
+    def _gather_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The ranks that do not lead give their shards at once."""
+        tensors = super()._gather_tensors()
+        if self.ranks.is_leader:
+            return self._count_gathered(tensors)
+        for _ in tensors:
+            pass
+        return tensors
 
     def _count_gathered(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         own = {name: part.numel for name, part in self.ranks.weight_parts(self.loaded.model).items()}
@@ -202,10 +172,3 @@ def _box(tensor: Tensor, block: Block) -> Tensor:
     for dim, (first, n) in enumerate(zip(block.here, block.size)):
         tensor = tensor.narrow(dim, first, n)
     return tensor
-
-
-def _rounded_masters(weights: MasterWeights) -> Iterator[tuple[str, Tensor]]:
-    """Whole masters of the parameters that lie in a number format here; all ranks ask."""
-    for i, name in enumerate(weights.names):
-        if name in weights.formatted_names:
-            yield name, weights.gather_full(i, weights.masters[i].detach())

@@ -12,7 +12,7 @@ from kits.algos import F64, near, scored, slope, tensor
 from rondel.algos import advantage, gae
 from rondel.algos.reward_transforms import KimiLength, Overlong
 from rondel.algos.table import resolve_algorithm
-from rondel.train.advantages import advantages_of
+from rondel.train.annotate import advantages_of
 
 # groups 9: 1 0 0 1, 4: 7 2, -2: 5 5
 REWARDS, GROUPS = tensor(1, 7, 0, 0, 5, 1, 2, 5), torch.tensor([9, 4, 9, 9, -2, 9, 4, -2])

@@ -18,7 +18,7 @@ from rondel.core.errors import ConfigError, TrainError
 from rondel.core.types import Trajectory
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.runtime.journal import store
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.logprobs import logprob_entropy_and_top
 from rondel.train.pack import TrainBatch, batch_of
 

@@ -18,7 +18,7 @@ from rondel.core.errors import ConfigError
 from rondel.core.types import Score
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.runtime.journal import store
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.pack import batch_of
 from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer

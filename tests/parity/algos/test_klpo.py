@@ -17,7 +17,7 @@ from rondel.generate.engine.builtin.channels import open_channels
 from rondel.generate.engine.builtin.sampler import draw_beside, draw_more
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.runtime.journal import store
-from rondel.train.advantages import compute_advantages
+from rondel.train.annotate import compute_advantages
 from rondel.train.pack import batch_of
 
 V = 9

@@ -36,7 +36,7 @@ from rondel.algos.component import Component
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
 from rondel.algos.value import ClippedValue
-from rondel.train.advantages import advantages_of
+from rondel.train.annotate import advantages_of
 
 LENGTHS = [3, 7, 1, 10, 5, 2, 8, 4]
 BATCH = Ragged.make(LENGTHS, 11)

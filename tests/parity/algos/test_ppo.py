@@ -18,7 +18,8 @@ from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.tokens import TokenBatch
 from rondel.algos.value import ClippedValue, explained_variance
 from rondel.core.errors import ConfigError
-from rondel.train.advantages import advantages_of, returns_of, with_shaped_rewards
+from rondel.train.annotate import advantages_of
+from rondel.train.shaped_rewards import returns_of, with_shaped_rewards
 
 LENGTHS = [3, 0, 7, 1, 10, 5, 2, 300]
 REWARDS = [1.0, 0.5, -8.0, 1.0, 6.0, 2.0, 0.7, 0.0]

@@ -24,7 +24,7 @@ from rondel.algos.tokens import TokenBatch
 from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Score, Task
 from rondel.models.packed_layout import PackedLayout, PackedSegment
-from rondel.train.advantages import advantages_of, compute_advantages
+from rondel.train.annotate import advantages_of, compute_advantages
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.pack import batch_of
 

@@ -23,7 +23,7 @@ from rondel.algos.reward_transforms import Overlong
 from rondel.algos.surrogate import Clip, SequenceRatio, TokenRatio
 from rondel.algos.tokens import TokenBatch
 from rondel.algos.trust_region_surrogates import DivergenceMask, MirrorDescent
-from rondel.train.advantages import charge_advantages, with_shaped_rewards
+from rondel.train.shaped_rewards import charge_advantages, with_shaped_rewards
 
 LENGTHS = [3, 0, 7, 1, 10, 5, 2, 8, 4]
 KLS = [kl.Kl(kind, 0.05) for kind in kl.ESTIMATORS] + [

@@ -23,7 +23,7 @@ from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.step_head import refuse_step_head
-from rondel.text.special_tokens import special_tokens
+from rondel.text.tokenization import special_tokens
 from rondel.text.unicode import valid_unicode
 
 GUESSES = 4  # at most, of a request in one step

@@ -12,7 +12,7 @@ from rondel.core.errors import DataError
 from rondel.core.types import FLAGS, IDS, NUMBERS, Task, TokenColumn, Trajectory
 from rondel.core.unmasking_steps import ABSENT, MASKED, SHOWN, UnmaskingSteps
 from rondel.generate.envs.single_turn import Example, SingleTurn
-from rondel.text.special_tokens import SPLIT
+from rondel.text.tokenization import SPLIT
 
 
 class BlockTurn(SingleTurn):

@@ -27,7 +27,7 @@ from rondel.generate.pictures import place_images
 from rondel.generate.template import Messages, Schemas, Template
 from rondel.generate.video import process_media, split_media
 from rondel.system.loop_turns import TURN_TOKENS, take_loop_turn
-from rondel.text.answer import LONG, beside_loop, decode_answer
+from rondel.text.tokenization import LONG, beside_loop, decode_answer
 from rondel.text.unicode import valid_unicode
 
 
@@ -111,7 +111,7 @@ class TokenChat:
         """Render once, append, mask 0. `tools` are offered with the first messages, once for the whole conversation.
 
         Whoever wrote them, they come in here: as valid text, in which control tokens are
-        only spelled (text/special_tokens.py).
+        only spelled (text/tokenization.py).
         """
         if self._open:
             raise EnvError("give() twice without a reply() between: hand over all messages in one call")

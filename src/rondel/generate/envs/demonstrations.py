@@ -10,7 +10,7 @@ from rondel.core.types import Completion, Request, Task, Trajectory
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.episode import as_trajectories
 from rondel.generate.envs.single_turn import Example, opening_messages
-from rondel.text.special_tokens import SPLIT
+from rondel.text.tokenization import SPLIT
 
 
 class GoldEpisode:

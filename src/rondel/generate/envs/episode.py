@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from rondel.core.errors import ConfigError, DataError, EnvError, UserError, root_cause
 from rondel.core.protocols import Chat
 from rondel.core.types import DATA, DROPPED, GREEDY, POLICY, Failed, Ok, OutOfBudget, Sampling, Score, Task, Trajectory
-from rondel.text.answer import LONG, beside_loop
+from rondel.text.tokenization import LONG, beside_loop
 
 if TYPE_CHECKING:
     from rondel.generate.envs.episode_budget import EpisodeBudget

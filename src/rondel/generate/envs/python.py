@@ -13,8 +13,8 @@ from pathlib import Path
 from rondel.core.errors import EnvError, SandboxError
 from rondel.core.protocols import SandboxCell, SandboxFactory
 from rondel.core.sandbox_types import Limits
+from rondel.core.time_account import poll_until, running_time
 from rondel.core.types import Task
-from rondel.system.running_time import poll_until, running_time
 from rondel.text.error_lines import visible_error
 
 SECONDS = 10.0  # one call

@@ -9,7 +9,7 @@ from rondel.core.errors import DataError
 from rondel.core.protocols import Chat
 from rondel.core.types import Task, Trajectory
 from rondel.generate.template import Messages, Schemas
-from rondel.text.special_tokens import SPLIT
+from rondel.text.tokenization import SPLIT
 
 Example = dict[str, str]  # {"prompt": "2 + 2 =", "answer": "4"}
 

@@ -25,7 +25,7 @@ from rondel.generate.envs.rows import KINDS, DatasetRow
 from rondel.generate.interleave import interleave_media
 from rondel.generate.pictures import image_part, is_image, is_picture, source_of
 from rondel.generate.video import is_video, video_part
-from rondel.text.special_tokens import SPLIT, SpecialTokens
+from rondel.text.tokenization import SPLIT, SpecialTokens
 from rondel.text.unicode import valid_unicode
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)

@@ -29,12 +29,12 @@ from typing import IO, Any
 
 from rondel.core.errors import SilentError
 from rondel.core.given_objects import pack_given
+from rondel.core.time_account import running_time
 from rondel.runtime.cluster import forkserver, frames
 from rondel.runtime.cluster.process_activity import ProcessActivity
 from rondel.runtime.cluster.worker import PULSE, STILL, RemoteWorker
 from rondel.runtime.stacks import SIGNAL
 from rondel.system.files import guard_write, make_folder
-from rondel.system.running_time import running_time
 
 GRACE = 5.0  # that one may take to end when it is asked to
 DUMP = 2.0  # that one may take to write its stacks

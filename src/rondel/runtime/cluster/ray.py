@@ -33,12 +33,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rondel.core.errors import ConfigError, SilentError, WorkerError
 from rondel.core.events import Warned, emit, subscribe
 from rondel.core.given_objects import pack_given, unpack_given
+from rondel.core.time_account import running_time
 from rondel.runtime import busy
 from rondel.runtime.cluster.process_activity import ProcessActivity, pid_namespace
 from rondel.runtime.cluster.progress import WorkerProgress
 from rondel.runtime.cluster.worker import START, RemoteWorker
 from rondel.runtime.cluster.worker_main import portable_error
-from rondel.system.running_time import running_time
 from rondel.system.signals import ENDING
 
 NO_PROCESS = -1  # of which the kernel knows nothing

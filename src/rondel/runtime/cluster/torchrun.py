@@ -23,8 +23,8 @@ from typing import Any
 import torch.distributed as dist
 
 from rondel.core.errors import ConfigError, TrainError
+from rondel.core.time_account import RunningTimeLoop
 from rondel.system import sockets
-from rondel.system.running_time import RunningTimeLoop
 from rondel.system.signals import leave_to_controller
 
 PATIENCE = datetime.timedelta(days=30)  # a follower waits for the next call for as long as the leader's loop takes

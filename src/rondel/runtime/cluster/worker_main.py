@@ -20,11 +20,11 @@ from typing import Any
 from rondel.core.errors import RondelError, WorkerError
 from rondel.core.events import WorkerTime, subscribe
 from rondel.core.given_objects import unpack_given
+from rondel.core.time_account import run_loop
 from rondel.runtime import stacks
 from rondel.runtime.cluster import frames
 from rondel.runtime.cluster.progress import WorkerProgress
 from rondel.runtime.cluster.worker import PULSE
-from rondel.system.running_time import run_loop
 from rondel.system.signals import die_with_parent, leave_to_controller
 
 

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rondel.algos.tokens import repeated_fraction
 from rondel.core.events import Warned, emit
 from rondel.core.types import ATTEMPTS, SOLVED, Group, Score, Trajectory
-from rondel.text.answer import repeated_fraction
 
 SPAN = 8  # steps on each side of a comparison
 SIGMAS = 3.0  # standard errors by which the reward must have risen

@@ -33,7 +33,7 @@ from rondel.generate.engine.builtin.text import open_reader, split_stops
 from rondel.generate.engine.builtin.vision_encoder import RequestImages
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.generate.engine.concurrency import ConcurrencyController
-from rondel.text.answer import decode_answer
+from rondel.text.tokenization import decode_answer
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.adapter_receiver import AdapterReceiver

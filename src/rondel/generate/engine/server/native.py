@@ -15,7 +15,7 @@ from rondel.generate.engine.server.fields import RequestFields, shorten_json
 from rondel.generate.engine.server.sampling_fields import BIGGEST, read_draw, read_prompts, read_seed
 from rondel.generate.engine.server.service import GenerationRequest, GenerationService
 from rondel.system.http.response import RequestRefusal
-from rondel.text.special_tokens import SPLIT
+from rondel.text.tokenization import SPLIT
 
 HARMLESS = frozenset(
     {"log_metrics", "priority", "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room"}

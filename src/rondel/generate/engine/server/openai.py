@@ -20,7 +20,7 @@ from rondel.generate.engine.server.fields import RequestFields
 from rondel.generate.engine.server.sampling_fields import BIGGEST, read_draw, read_prompts, read_seed
 from rondel.generate.engine.server.service import GenerationRequest, GenerationService
 from rondel.generate.engine.server.tool_calls import CallReader, call_fields, call_grammar
-from rondel.text.special_tokens import SPLIT
+from rondel.text.tokenization import SPLIT
 
 HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}

@@ -22,7 +22,7 @@ from rondel.generate.engine.server.engine_service import EngineService, RequestL
 from rondel.generate.pictures import TooLarge, all_seen, load_message_images, place_images, split_images
 from rondel.generate.template import Template, describe_tools
 from rondel.system.http.response import RequestRefusal
-from rondel.text.special_tokens import special_tokens
+from rondel.text.tokenization import special_tokens
 
 if TYPE_CHECKING:
     from rondel.generate.engine.blocks.engine import BlockEngine

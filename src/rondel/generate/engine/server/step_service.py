@@ -20,7 +20,7 @@ from rondel.generate.engine.server.engine_service import EngineService, RequestL
 from rondel.generate.engine.server.fields import RequestFields
 from rondel.generate.engine.server.told import client_lifetime, fields_of
 from rondel.system.http.response import RequestRefusal
-from rondel.text.special_tokens import special_tokens
+from rondel.text.tokenization import special_tokens
 
 HOTTEST = 100.0
 MOST_STEPS = 10_000

@@ -30,7 +30,7 @@ from rondel.generate.pictures import (
 )
 from rondel.generate.template import Messages
 from rondel.system.http.response import RequestRefusal
-from rondel.text.answer import decode_answer
+from rondel.text.tokenization import decode_answer
 
 
 class GatewaySession:

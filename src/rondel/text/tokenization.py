@@ -1,5 +1,7 @@
-"""Text that stays text. A chat template writes control tokens; what people, tools, pages
-and policies write may spell them, and must not become them.
+"""From text to tokens, and back without holding up the event loop.
+
+Text stays text. A chat template writes control tokens; what people, tools, pages and policies write may spell them, and
+must not become them.
 
     messages ──cover──> no control token can begin in them ──template──> whatever is spelled now, the template wrote ──encode──> tokens
 
@@ -13,15 +15,17 @@ characters there. So the rest of the text is split exactly as if its control tok
 
 from __future__ import annotations
 
-import json
+import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from secrets import token_hex
 from typing import Any
 
 from rondel.core.errors import TemplateError
+from rondel.text.aliased_tokenizer import make_aliased_tokenizer
 
 # False in a message, in a task's data or in a call: control tokens that its text spells are meant
 SPLIT = "split_special_tokens"
@@ -224,16 +228,7 @@ class SpecialTokens:
     @cached_property
     def _aliased_tokenizer(self) -> Any:
         """The tokenizer with its control tokens renamed, by the same numbers; None if it cannot be made."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        try:
-            twin = type(backend).from_str(json.dumps(_rename_tokens(json.loads(backend.to_str()), self._token_aliases)))  # type: ignore[union-attr]
-        except Exception:  # of Python, or of a form that is not known here; its own reader raises a bare Exception
-            return None
-        twin.no_truncation()
-        twin.no_padding()
-        return (
-            twin if all(twin.token_to_id(self._token_aliases[name]) == id for name, id in self.names.items()) else None
-        )
+        return make_aliased_tokenizer(self.tokenizer, self.names, self._token_aliases)
 
 
 @lru_cache(maxsize=16)
@@ -278,24 +273,46 @@ def _template_marks(tokenizer: Any, candidates: list[str]) -> set[str]:
     )
 
 
-def _rename_tokens(spec: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """A tokenizer.json with tokens renamed wherever the text of one could be read as the token."""
-    for token in spec["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
-    model = spec["model"]
-    vocab = model["vocab"]
-    if isinstance(vocab, dict):
-        model["vocab"] = {names.get(word, word): id for word, id in vocab.items()}
-    else:
-        model["vocab"] = [[names.get(word, word), score] for word, score in vocab]
-    if model.get("unk_token") in names:
-        model["unk_token"] = names[model["unk_token"]]
-    if "merges" in model:
-        model["merges"] = [merge for merge in model["merges"] if not _makes_token(merge, names)]
-    return spec
+# -- from tokens to text -------------------------------------------------------------------------------------
+
+LONG = 2048  # tokens that are decoded at once: two or three milliseconds
+BEFORE = 8  # tokens that a piece is decoded behind: what one says depends on the one before
+_reader = ThreadPoolExecutor(1, "long-answers")
+HALF = "\ufffd"  # how a decoder shows bytes that are not yet a character
 
 
-def _makes_token(merge: str | list[str], names: dict[str, str]) -> bool:
-    """Whether a merge of two pieces is, or reads, one of these tokens."""
-    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-    return left in names or right in names or left + right in names
+async def decode_answer(tokenizer: Any, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """What `tokenizer.decode(tokens, skip_special_tokens=...)` says. A million tokens take a second in which a
+    tokenizer lets no other thread run, so long answers are decoded in pieces, beside the event loop and one after the
+    other: several at once would each take a turn of the interpreter before the loop gets one.
+    """
+    if len(tokens) <= LONG:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+    return await beside_loop(partial(decode_in_pieces, tokenizer, tokens, skip_special_tokens=skip_special_tokens))
+
+
+async def beside_loop(work: Callable[..., Any], *args: Any) -> Any:
+    """What is read of a long answer, on the one thread that all of them share: a thread each, and the event loop would
+    wait for one turn of the interpreter after the other before its own.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_reader, work, *args)
+
+
+def decode_in_pieces(tokenizer: Any, ids: Sequence[int], size: int = LONG, *, skip_special_tokens: bool = True) -> str:
+    """The same text, from pieces that end where a character does."""
+
+    def say(first: int, end: int) -> str:
+        return str(tokenizer.decode(list(ids[first:end]), skip_special_tokens=skip_special_tokens))
+
+    pieces, at = [], 0
+    while at < len(ids):
+        end = min(at + size, len(ids))
+        while end < len(ids) and say(max(at, end - BEFORE), end)[-1:] in ("", HALF) and end - at < 2 * size:
+            end += 1
+        behind = max(0, at - BEFORE)
+        before, both = say(behind, at), say(behind, end)
+        if not both.startswith(before) or end - at >= 2 * size:  # no tokenizer that is known
+            return say(0, len(ids))
+        pieces.append(both[len(before) :])
+        at = end
+    return "".join(pieces)
