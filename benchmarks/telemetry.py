@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from _work import overrides, report
 
-    from rondel.core import time_account
+    from rondel.core import clocks
     from rondel.core.config.job import Job
     from rondel.core.events import Event, StepDone, subscribe
     from rondel.driver import controller
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
 
         return run
 
-    plain, write, annotate = time_account.TimeAccount._add_lap, store.write_step, store.annotate_step
+    plain, write, annotate = clocks.TimeAccount._add_lap, store.write_step, store.annotate_step
 
     def lap(self: Any) -> None:
         began = time.thread_time()
@@ -93,12 +93,12 @@ def main(argv: list[str] | None = None) -> None:
         }
         job = Job.read(a.recipe, overrides(a.set, changes))
         warm = job.loop.warmup.steps
-        before, controller.subscribe, time_account.TimeAccount._add_lap = controller.subscribe, timed, lap
+        before, controller.subscribe, clocks.TimeAccount._add_lap = controller.subscribe, timed, lap
         store.write_step, store.annotate_step = counted(write), counted(annotate)
         try:
             controller.train(job, quiet=True)
         finally:
-            controller.subscribe, time_account.TimeAccount._add_lap = before, plain
+            controller.subscribe, clocks.TimeAccount._add_lap = before, plain
             store.write_step, store.annotate_step = write, annotate
         done = [e for e in read(scratch) if e["kind"] == "StepDone" and e["step"] > warm]
     seconds = marks[-1] - marks[0] if warm else marks[-1]

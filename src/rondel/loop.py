@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from rondel.buffer import Buffer
+from rondel.core.clocks import PhaseTimer
 from rondel.core.events import GroupFinished, GroupsTaken, StepDone, emit
-from rondel.core.time_account import PhaseTimer
 from rondel.core.types import DROPPED, Failed, Group, Slot, Task, Verdict
 from rondel.system.loop_turns import TURN_TOKENS, drop_in_turns
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from kits.workers import Part, alive
+from rondel.core.clocks import TimeAccount  # of ours, so made in the nursery
 from rondel.core.errors import ConfigError, WorkerError
 from rondel.core.events import subscribe
-from rondel.core.time_account import TimeAccount  # of ours, so made in the nursery
 from rondel.runtime.cluster import forkserver
 
 
@@ -188,7 +188,7 @@ class TestNursery:
         """Law 14: nursery and workers."""
 
         code = (
-            "import time; from rondel.core.time_account import TimeAccount; from rondel.runtime.cluster import forkserver, "
+            "import time; from rondel.core.clocks import TimeAccount; from rondel.runtime.cluster import forkserver, "
             "process\n"
             "w = process.ProcessCluster().spawn('part', TimeAccount, 'x'); w.now(); print(w.pid, forkserver.forkserver_pid(), "
             "flush=True); time.sleep(60)"

@@ -29,11 +29,11 @@ from kits.runs import context
 from kits.workers import NeverRead, Part, SlowPart, alive, time_waster
 from rondel.assemble.remote_workers import RemoteTrainer
 from rondel.buffer import Buffer
-from rondel.core import time_account
+from rondel.core import clocks
+from rondel.core.clocks import RunningClock
 from rondel.core.errors import SilentError, StalledError, WorkerError
 from rondel.core.events import subscribe
 from rondel.core.mesh import Mesh
-from rondel.core.time_account import RunningClock
 from rondel.core.types import Task
 from rondel.models.rendezvous import Rendezvous
 from rondel.runtime.cluster import process
@@ -359,7 +359,7 @@ def test_a_controller_that_was_stopped_itself_takes_nobody_for_silent(monkeypatc
 def test_a_reply_that_was_frozen_with_who_waits_for_it_is_not_late(monkeypatch):
     """A container that is paused: the kernel's wait is over, the answer has not been written yet."""
     now, asked = [0.0], []
-    monkeypatch.setattr(time_account, "running_time", lambda: now[0])
+    monkeypatch.setattr(clocks, "running_time", lambda: now[0])
 
     def polled(milliseconds):
         asked.append(milliseconds)
@@ -372,15 +372,15 @@ def test_a_reply_that_was_frozen_with_who_waits_for_it_is_not_late(monkeypatch):
     ):
         now[0] = 0.0
         asked.clear()
-        assert time_account.poll_until(SimpleNamespace(poll=polled), 2.0) == found and asked == waits and not replies
+        assert clocks.poll_until(SimpleNamespace(poll=polled), 2.0) == found and asked == waits and not replies
 
 
 STOPPED = """
 import asyncio, sys
 from rondel.buffer.flow_control import TurnWaiters
-from rondel.core import time_account
+from rondel.core import clocks
 
-time_account.BEAT, time_account.GAP = 0.05, 0.2
+clocks.BEAT, clocks.GAP = 0.05, 0.2
 
 async def main():
     waiters, ready = TurnWaiters(1.0, lambda: "nothing is done"), []
@@ -392,7 +392,7 @@ async def main():
     await waiters.wait_until(lambda: ready, who="roll", waits_for="a task")
     await waiters.wait_until(lambda: len(ready) > 1, who="roll", waits_for="a second task")
 
-time_account.run_loop(main())
+clocks.run_loop(main())
 """
 
 

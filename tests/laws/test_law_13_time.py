@@ -8,8 +8,8 @@ import time
 import pytest
 
 from kits.runs import events, run
+from rondel.core.clocks import TimeAccount
 from rondel.core.events import WorkerTime, subscribe
-from rondel.core.time_account import TimeAccount
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from rondel.assemble.served_engine import ServedEngine, ServerSettings, open_engine
+from rondel.core.clocks import run_loop
 from rondel.core.events import Event, Warned, drop_on_failure, subscribe
-from rondel.core.time_account import run_loop
 from rondel.generate.engine.server.app import ServerAuth, build_app
 from rondel.generate.engine.server.engine_service import EngineService
 from rondel.generate.engine.server.process import run

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rondel.assemble.served_engine import ServerSettings, open_engine
+from rondel.core.clocks import run_loop
 from rondel.core.errors import UserError
-from rondel.core.time_account import run_loop
 from rondel.runtime.devices import prepare_process
 from rondel.system.http.server import bind_socket
 from rondel.training_api.app import BODY, build_app

@@ -13,10 +13,10 @@ from typing import Any
 
 from rondel.assemble.components import build
 from rondel.assemble.run_components import Components
+from rondel.core.clocks import run_loop
 from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 from rondel.core.events import Evaluated
-from rondel.core.time_account import run_loop
 from rondel.core.types import Slot
 from rondel.driver.evaluation import OnProgress, SetEvaluation, evaluate
 from rondel.driver.rollouts import GroupRollouts

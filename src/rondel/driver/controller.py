@@ -17,6 +17,7 @@ from rondel.assemble.recipe_parts import sampling_of
 from rondel.assemble.rows import rows_of
 from rondel.assemble.run_components import Components
 from rondel.assemble.workers import follow_leader
+from rondel.core.clocks import run_loop
 from rondel.core.config.differences import changed_keys, changed_text, without_none
 from rondel.core.config.job import Job
 from rondel.core.config.section import split_kind
@@ -36,7 +37,6 @@ from rondel.core.events import (
     warn_aloud,
 )
 from rondel.core.schedule_gate import ScheduleGate
-from rondel.core.time_account import run_loop
 from rondel.driver.phases import RunPhases
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import pick_device, prepare_controller, prepare_process

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 
+from rondel.core.clocks import running_time
 from rondel.core.events import Warned, emit
 from rondel.core.failure_rate import RecentOutcomes
-from rondel.core.time_account import running_time
 from rondel.core.types import Failed, Score
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from rondel.algos.table import SFT
 from rondel.assemble.components import build
 from rondel.assemble.facts import facts_of, warn_of_other_arithmetic
+from rondel.core.clocks import run_loop
 from rondel.core.config.job import Job
 from rondel.core.errors import UserError
-from rondel.core.time_account import run_loop
 from rondel.core.types import StepStats
 from rondel.driver.rollouts import prepare, prepare_of
 from rondel.runtime.devices import prepare_process

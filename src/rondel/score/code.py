@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rondel.core.clocks import running_time
 from rondel.core.errors import BoxError, ConfigError, DataError, SandboxError
 from rondel.core.protocols import SandboxCell, SandboxFactory
 from rondel.core.registry import one_of
 from rondel.core.sandbox_types import CommandResult, Limits
-from rondel.core.time_account import running_time
 from rondel.core.types import Score, Task, Trajectory
 from rondel.score.boxed.harness import BROKEN, EMPTY, FAULT, GONE, PASSED, WRONG
 from rondel.score.code_tests import extract_code, harness_call, read_tests, reference_of

@@ -27,8 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from rondel.core.clocks import poll_until, running_time
 from rondel.core.errors import ConfigError
-from rondel.core.time_account import poll_until, running_time
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score.jobs import EarlyJob, OrderJob, ScoreJob
 from rondel.score.killable_process import Asked, Result, RewardProcess, read_reply, without_arrays

@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rondel.core.clocks import poll_until, running_time
 from rondel.core.errors import ConfigError
 from rondel.core.given_objects import pack_given
-from rondel.core.time_account import poll_until, running_time
 from rondel.core.types import Failed, Score, Trajectory
 
 if TYPE_CHECKING:

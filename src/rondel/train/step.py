@@ -20,9 +20,9 @@ from rondel.algos.aggregate import counted_tokens, masked_scale, sample_weights
 from rondel.algos.mixture import Mixture
 from rondel.algos.objective import FIELDS, decide_update, objective
 from rondel.algos.tokens import TokenBatch, k3
+from rondel.core.clocks import TimeAccount
 from rondel.core.errors import TrainError, UserError
 from rondel.core.events import Warned, emit
-from rondel.core.time_account import TimeAccount
 from rondel.core.types import Manifest, Route, StepStats
 from rondel.models import linear
 from rondel.models.activation_offload import activation_store

@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from rondel.core.clocks import now
 from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.errors import DataError, EnvError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, message_text
-from rondel.core.time_account import now
 from rondel.core.types import POLICY, Completion, Drift, FinishReason, Request, Sampling, Trajectory, Turn
 from rondel.generate.calls import THOUGHT_ENDS, ToolCall, read_calls
 from rondel.generate.envs.episode import EpisodeState

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rondel.core.clocks import poll_until, running_time
 from rondel.core.errors import EnvError, SandboxError
 from rondel.core.protocols import SandboxCell, SandboxFactory
 from rondel.core.sandbox_types import Limits
-from rondel.core.time_account import poll_until, running_time
 from rondel.core.types import Task
 from rondel.text.error_lines import visible_error
 

@@ -25,11 +25,11 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, create_model
 
+from rondel.core.clocks import now
 from rondel.core.errors import BoxError, ConfigError, EnvError, SandboxError, error_text
 from rondel.core.media import message_text
 from rondel.core.protocols import Chat
 from rondel.core.sandbox_types import BoxFileError
-from rondel.core.time_account import now
 from rondel.core.types import Completion, Task, Trajectory
 from rondel.generate.calls import ToolCall
 from rondel.generate.envs.single_turn import opening_messages

@@ -27,9 +27,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
+from rondel.core.clocks import running_time
 from rondel.core.errors import SilentError
 from rondel.core.given_objects import pack_given
-from rondel.core.time_account import running_time
 from rondel.runtime.cluster import forkserver, frames
 from rondel.runtime.cluster.process_activity import ProcessActivity
 from rondel.runtime.cluster.worker import PULSE, STILL, RemoteWorker

@@ -30,10 +30,10 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from rondel.core.clocks import running_time
 from rondel.core.errors import ConfigError, SilentError, WorkerError
 from rondel.core.events import Warned, emit, subscribe
 from rondel.core.given_objects import pack_given, unpack_given
-from rondel.core.time_account import running_time
 from rondel.runtime import busy
 from rondel.runtime.cluster.process_activity import ProcessActivity, pid_namespace
 from rondel.runtime.cluster.progress import WorkerProgress

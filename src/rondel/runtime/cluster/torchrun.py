@@ -22,8 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rondel.core.clocks import RunningTimeLoop
 from rondel.core.errors import ConfigError, TrainError
-from rondel.core.time_account import RunningTimeLoop
 from rondel.system import sockets
 from rondel.system.signals import leave_to_controller
 

@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import Any
 
+from rondel.core.clocks import run_loop
 from rondel.core.errors import RondelError, WorkerError
 from rondel.core.events import WorkerTime, subscribe
 from rondel.core.given_objects import unpack_given
-from rondel.core.time_account import run_loop
 from rondel.runtime import stacks
 from rondel.runtime.cluster import frames
 from rondel.runtime.cluster.progress import WorkerProgress

@@ -26,9 +26,9 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from rondel.core.clocks import now
 from rondel.core.errors import CheckpointError, UserError
 from rondel.core.events import Checkpointed, Evaluating, Event, Generating, GroupsTaken, RunEnded, StepDone
-from rondel.core.time_account import now
 from rondel.system.files import guard_write, make_folder, sync_folder
 from rondel.text.unicode import read_exact_json, write_json
 

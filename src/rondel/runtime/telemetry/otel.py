@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
+from rondel.core.clocks import now
 from rondel.core.errors import ConfigError
 from rondel.core.events import (
     Admitted,
@@ -34,7 +35,6 @@ from rondel.core.events import (
     Warned,
     emit,
 )
-from rondel.core.time_account import now
 from rondel.core.types import Group, Trajectory
 
 INSTALL = 'pip install "rondel[observe]"'

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from rondel.core.clocks import TimeAccount
 from rondel.core.errors import EngineError, LawError, UserError
 from rondel.core.events import Advised, Generating, Speculated, emit
-from rondel.core.time_account import TimeAccount
 from rondel.core.types import Commit, Request
 from rondel.generate.engine.builtin.lifecycle import StepTask
 

@@ -14,10 +14,10 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rondel.core.clocks import TimeAccount
 from rondel.core.errors import EngineError, UserError
 from rondel.core.events import stalled_error
 from rondel.core.protocols import Transport
-from rondel.core.time_account import TimeAccount
 from rondel.core.types import Commit, Completion, EngineStatus, Message, Request, TokenScores
 from rondel.generate.engine.builtin.lifecycle import EngineLifecycle, EngineUpdate
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
