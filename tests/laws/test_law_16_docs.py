@@ -85,6 +85,11 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel train recipes/moe.toml": "reduced",
     "rondel train recipes/ppo.toml": "reduced",
     "PYTHONPATH=examples rondel train recipes/calculator.toml": "parsed: minutes and a model of 93 MB; tests/units/test_tools.py plays tools",
+    "PYTHONPATH=examples rondel train recipes/code.toml --loop.seed=0 --place.threads=1": "parsed: minutes and a model of 93 MB; "
+    "tests/units/test_code_recipes.py runs a step of it",
+    "python examples/small_repositories.py runs/small-repositories": "parsed: tests/units/test_code_recipes.py makes such",
+    "rondel train recipes/repository.toml --loop.seed=0 --place.threads=1": "parsed: minutes and a model of 93 MB; "
+    "tests/units/test_code_recipes.py runs a step of it",
     "rondel train recipes/lora.toml": "parsed: it takes minutes and a model of 93 MB; tests/units/test_adapters.py runs a tiny one",
     "rondel train recipes/vision.toml": "reduced",
     "rondel tasks search --out runs/corpus": "parsed: it downloads 51 MB; tests/units/test_search_corpus.py makes smaller ones",
@@ -210,6 +215,10 @@ RECIPES = {
     ),
     "opd.toml": "parsed: it learns from what recipes/tiny.toml has trained; tests/units/test_distill.py runs one",
     "lora.toml": "parsed: it takes minutes and a model of 93 MB; tests/units/test_adapters.py runs a tiny one",
+    **dict.fromkeys(
+        ("code.toml", "repository.toml"),
+        "parsed: it takes minutes and a model of 93 MB; tests/units/test_code_recipes.py runs a step of it",
+    ),
     "calculator.toml": "parsed: it takes minutes and a model of 93 MB; tests/units/test_tools.py plays tools",
     "quickstart.toml": "parsed: it takes minutes and a model of 93 MB",
 }
@@ -224,6 +233,8 @@ EXAMPLES = {
     "guess.py": "by another",
     "my_agent.py": "by a third",
     "sums.py": "by recipes/calculator.toml",
+    "functions.py": "by recipes/code.toml",
+    "small_repositories.py": "tests/units/test_code_recipes.py",
     "guess_world.py": "by a fourth",
     "search.py": "and so on",
     "shop.py": "and so on",
