@@ -6,7 +6,7 @@ import os
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kits.run_folder import group, step_events, write_run
@@ -33,6 +33,7 @@ TREES = st.recursive(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
 @given(TREES)
 def test_decode_is_the_inverse_of_encode_and_the_text_is_strict_json(tree):
     text = write_json(tree)
