@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import platform
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -256,9 +257,9 @@ class Rank:
             self.load(path)
         return counted.most
 
-    def move_to(self, node: str) -> None:
-        """As if this rank were on another machine."""
-        part_checkpoint.platform = SimpleNamespace(node=lambda: node)
+    def move_to(self, node: str = "") -> None:
+        """As if this rank were on another machine; by default back on this one, where other ranks of the next mesh are."""
+        part_checkpoint.platform = SimpleNamespace(node=lambda: node) if node else platform
 
     def fill_disk(self) -> None:
         """What this rank writes next finds no room."""
