@@ -531,7 +531,7 @@ def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", covering(["local", "process"], ["local"]))  # what travels is the same
+@pytest.mark.parametrize("cluster", covering(["local", "process"], ["process"]))
 def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path, cluster):
     """Law 2: each side adapts a base of its own, and the adapter travels."""
     run(tmp_path / "run", **LORA, place__kind="split", place__cluster=cluster, place__threads=1)

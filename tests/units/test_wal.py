@@ -358,7 +358,6 @@ def test_tokens_without_routes_are_not_enough(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep  # routes that were recorded come back above; a run that is killed among its answers is law 9's
 def test_a_killed_run_of_a_mixture_trains_the_routes_of_one_that_was_left_alone(tmp_path):
     """Killed in the middle of a step's answers. The engine's batches are other ones then, and
     with them last bits of logprobs; routes are not.
