@@ -5,6 +5,7 @@ the one it waits for: two processes of two threads each took 110 s on two cores 
 they do in 3 s when they sleep (docs/LOG.md).
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -28,6 +29,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 pytest.register_assert_rewrite("kits")
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # it has sent what it found; taking its modules apart would take 6 s of a core
+    atexit.register(os._exit, 0)  # the first that is registered is called last
 
 
 def _import_share(config):
@@ -55,6 +59,7 @@ def pytest_collection(session):
     finally:
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # not before: pytest collects five times when it ends
         gc.enable()
 
 
@@ -71,10 +76,6 @@ def pytest_collection_modifyitems(config, items):
     left = [item for item in items if item.get_closest_marker("sweep")]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if not item.get_closest_marker("sweep")]
-
-
-def pytest_unconfigure():
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
