@@ -11,7 +11,9 @@ import importlib
 import os
 from pathlib import Path
 
-from transformers import conversion_mapping
+gc.disable()  # what is imported stays: looking through it in between would take a third of the time
+
+from transformers import conversion_mapping  # noqa: E402
 
 for name in (
     "rondel.driver.controller",
@@ -33,5 +35,6 @@ given = os.environ.pop("PYTHONPATH").removeprefix(str(Path(__file__).parents[1])
 if given:
     os.environ["PYTHONPATH"] = given
 gc.collect()
+gc.enable()
 gc.freeze()  # a collection in a forked process would write to every page that it shares
 atexit.register(gc.unfreeze)
