@@ -21,6 +21,7 @@ import torch
 
 from rondel.models.native_library import chosen_library
 from rondel.system import process_memory
+from rondel.system.interpreter import is_program
 
 process_memory.LEAST_RESIDENT = 1 << 40  # the heap of a thousand tests is not searched after every step of one
 
@@ -30,8 +31,20 @@ if not torch.cuda.is_available():
 
 pytest.register_assert_rewrite("kits")
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # it has sent what it found; taking its modules apart would take 6 s of a core
-    atexit.register(os._exit, 0)  # the first that is registered is called last
+ended = []  # the session, once its exit status is known
+
+
+@atexit.register  # the first that is registered is called last
+def _end_at_once():
+    """Taking apart all that was imported would take 6 s of a core; what is printed is written first."""
+    if ended and ("PYTEST_XDIST_WORKER" in os.environ or is_program("pytest")):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended[0].exitstatus)
+
+
+def pytest_sessionfinish(session):
+    ended.append(session)
 
 
 def _import_share(config):
