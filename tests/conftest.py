@@ -62,6 +62,17 @@ def _import_share(config):
             importlib.import_module(module.stem)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """The processes of all workers are forked from one clean server; the fast tests need none."""
+    if node.config.option.markexpr != "not slow":
+        if not hasattr(node.config, "clean_server"):
+            from kits.runs import start_clean_server
+
+            node.config.clean_server = start_clean_server()
+        node.workerinput["clean_server"] = node.config.clean_server
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
     """What is imported and collected stays until the end: no garbage collection looks through it, now or later."""
@@ -80,6 +91,10 @@ def pytest_configure(config):
     """Loops for this CPU are compiled, once a machine, before workers that would wait for it have deadlines."""
     if not hasattr(config, "workerinput"):
         chosen_library()
+    elif address := config.workerinput.get("clean_server"):
+        from kits.runs import use_clean_server
+
+        use_clean_server(address)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,11 @@ class FromCleanServer(ForkServerProcess):
     """
 
     def start(self) -> None:
+        self.start_server()
+        super().start()
+
+    @staticmethod
+    def start_server() -> None:
         given = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [given])])
         try:
@@ -46,7 +51,6 @@ class FromCleanServer(ForkServerProcess):
             os.environ.pop("PYTHONPATH")
             if given is not None:
                 os.environ["PYTHONPATH"] = given
-        super().start()
 
 
 class CleanServer(ForkServerContext):
@@ -55,6 +59,19 @@ class CleanServer(ForkServerContext):
 
 context = CleanServer()
 context.set_forkserver_preload(["kits.preloaded"])
+
+
+def start_clean_server() -> str:
+    """-> its address: one server for all workers of a session, who would else import torch and transformers each."""
+    FromCleanServer.start_server()
+    return forkserver._forkserver._forkserver_address
+
+
+def use_clean_server(address: str) -> None:
+    """The processes of this one are forked from a server that is another's child: it is not waited for, nor started."""
+    server = forkserver._forkserver
+    server.ensure_running = forkserver.ensure_running = resource_tracker.ensure_running
+    server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_RDONLY)
 
 
 FLOW = RECIPE.with_name("flow.toml")
