@@ -164,12 +164,12 @@ def test_several_targets_of_a_token_and_a_forward_alone() -> None:
 
 
 def test_clients_together_end_where_each_ends_alone() -> None:
-    """Six steps of three clients with their own learning rates, micro-batches mixed; and AdamW is torch's."""
+    """Three steps of three clients with their own learning rates, micro-batches mixed; and AdamW is torch's."""
     adams = {n: Adam(lr, weight_decay=0.01, clip=1.0) for n, lr in zip("abc", (1e-2, 3e-3, 1e-3))}
 
     async def train(s: AdapterService, names: str) -> dict[str, AdapterWeights]:
         async def client(name: str) -> None:
-            for step in range(6):
+            for step in range(3):
                 for part in range(2):
                     await s.forward(name, examples(1 + step + part, 4), "ppo", {}, backward=True)
                 await s.optim_step(name, adams[name])

@@ -368,9 +368,9 @@ ANOTHER_TYPE = [None, "x", {}, [None], 1.5, {"a": {"$float": "nan"}}]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("types", covering([2, len(ANOTHER_TYPE)], [2]))
+@pytest.mark.parametrize("types", covering([1, len(ANOTHER_TYPE)], [1]))
 def test_no_event_of_another_type_is_an_error_of_the_page(tmp_path, types):
-    """Every field of each kind of event in turn, each with so many of the types: two that are next in turn, or all."""
+    """Every field of each kind of event in turn, each with so many of the types: the one that is next in turn, or all."""
     turns = itertools.cycle(ANOTHER_TYPE)
     lines = (write_run(tmp_path) / "journal.jsonl").read_text().splitlines()
     kinds = {kind_of(line.encode()): i for i, line in enumerate(lines)}

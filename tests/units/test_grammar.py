@@ -224,10 +224,10 @@ def test_the_stated_logprob_is_that_of_what_was_allowed():
 @pytest.mark.slow
 def test_retraction_and_continuation_change_nothing():
     requests = [
-        grammatical(prompt(i, 10), key=i, grammar={"json_schema": SCHEMA} if i % 2 else None, n=60) for i in range(12)
+        grammatical(prompt(i, 10), key=i, grammar={"json_schema": SCHEMA} if i % 2 else None, n=40) for i in range(6)
     ]
     free = asyncio.run(all_of(engine(MODEL), requests))
-    tight = engine(MODEL, kv_pages=120, prefill_tokens=9)
+    tight = engine(MODEL, kv_pages=80, prefill_tokens=9)
     pressed = asyncio.run(all_of(tight, requests))
     assert tight.scheduler.retracted > 0
     assert [c.tokens for c in pressed] == [c.tokens for c in free]

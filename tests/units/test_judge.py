@@ -4,6 +4,7 @@ is asked for once.
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -90,9 +91,9 @@ def test_what_passes_is_waited_for():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("answer", "reason", "detail"),
-    [
+def test_a_judge_that_fails_gives_no_number():
+    """Each of these answers to one question, by its first number."""
+    cases = [
         ((401, "who are you", {}), "judge gave no answer", "answered 401: who are you"),
         ((429, "slow down", {"Retry-After": "0"}), "judge gave no answer", "answered 429"),
         ({"error": "no choices"}, "judge gave no answer", "no choices"),
@@ -100,14 +101,23 @@ def test_what_passes_is_waited_for():
         (chat("Verdict: 7"), "judge gave no verdict", "Verdict: 7"),  # beyond its range
         (chat("Verdict: nan"), "judge gave no verdict", "nan"),
         (chat(None), "judge gave no verdict", "None"),
-        (60.0, "timeout", "no answer within 1 s"),
-    ],
-)
-def test_a_judge_that_fails_gives_no_number(answer, reason, detail):
-    with Fake(lambda number, body: answer) as fake:
-        patience = 1.0 if reason == "timeout" else 20.0
-        (failed,), _ = asked(judge(fake, tries=2), [(said("7"), task(1))], timeout=patience)
-        assert isinstance(failed, Failed) and failed.reason == reason and detail in failed.detail
+    ]
+
+    def of(body):
+        return int(re.search(r"What is (\d+) \+ 6", str(body))[1])
+
+    with Fake(lambda number, body: cases[of(body)][0]) as fake:
+        results, _ = asked(judge(fake, tries=2), [(said("7"), task(n)) for n in range(len(cases))], timeout=20)
+        for (answer, reason, detail), failed in zip(cases, results, strict=True):
+            assert isinstance(failed, Failed) and failed.reason == reason and detail in failed.detail, answer
+        assert all(sum(of(body) == n for body in fake.seen) <= 4 for n in range(len(cases)))
+
+
+@pytest.mark.slow
+def test_a_judge_that_is_late_gives_no_number():
+    with Fake(lambda number, body: 60.0) as fake:
+        (failed,), _ = asked(judge(fake, tries=2), [(said("7"), task(1))], timeout=1.0)
+        assert isinstance(failed, Failed) and failed.reason == "timeout" and "no answer within 1 s" in failed.detail
         assert len(fake.seen) <= 4
 
 
@@ -277,9 +287,9 @@ def test_what_is_sent():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("reply", "reason"),
-    [
+def test_a_remote_that_returns_no_number_gives_none():
+    """Each of these replies to one answer, by the number that it says."""
+    cases = [
         ({"reward": None}, "returned None"),
         ({"reward": "1.0"}, "returned str"),
         ('{"reward": NaN}', "returned nan"),
@@ -293,12 +303,12 @@ def test_what_is_sent():
         ((404, "not here", {}), "remote gave no answer"),
         ((302, "", {"Location": "http://127.0.0.1:1/"}), "remote gave no answer"),
         ((200, "", {}), "remote gave no answer"),
-    ],
-)
-def test_a_remote_that_returns_no_number_gives_none(reply, reason):
-    with Fake(lambda number, body: reply) as fake:
-        (failed,), _ = asked({"kind": "remote", "url": fake.url, "tries": 1}, [(said("7"), task(1))])
-        assert isinstance(failed, Failed) and failed.reason == reason, failed
+    ]
+    with Fake(lambda number, body: cases[int(body["text"])][0]) as fake:
+        calls = [(said(str(n)), task(1)) for n in range(len(cases))]
+        results, _ = asked({"kind": "remote", "url": fake.url, "tries": 1}, calls)
+        for (reply, reason), failed in zip(cases, results, strict=True):
+            assert isinstance(failed, Failed) and failed.reason == reason, (reply, failed)
 
 
 @pytest.mark.slow
