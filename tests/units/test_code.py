@@ -484,7 +484,9 @@ COLLIDES = PROTOCOL + "answer({'%s': [%s for n in range(33000)]})"
         ("def f(x):\n    while True: pass", [f"assert f({n}) == {n * n}" for n in range(4)]),
         ("while True: pass", [{"input": "", "output": "1"}] * 4),
         (COLLIDES % ("s", "{'i': hex(n * (2**61 - 1))}"), [{"call": [2], "expected": 4}] * 4),
-        (COLLIDES % ("z", "{'i': hex(n * (2**61 - 1))}"), ["assert f(2) == 4"] * 4),
+        pytest.param(
+            COLLIDES % ("z", "{'i': hex(n * (2**61 - 1))}"), ["assert f(2) == 4"] * 4, marks=pytest.mark.sweep
+        ),  # as the one before
     ],
 )
 def test_time_that_an_answer_takes_is_its_own(answer, tests):

@@ -51,19 +51,19 @@ def verdict_of_truth(number, body):
 
 @pytest.mark.slow
 def test_a_judge_is_asked_once_for_each_answer_and_not_again_by_a_resumed_run(tmp_path):
-    calls = [(said(str(n + 6 + n % 2)), task(n)) for n in range(40)]
+    calls = [(said(str(n + 6 + n % 2)), task(n)) for n in range(16)]
     with Fake(verdict_of_truth) as fake:
         results, counts = asked(judge(fake, together=4), calls, folder=tmp_path)
-        assert results == [Score(float(n % 2 == 0)) for n in range(40)]
-        assert len(fake.seen) == 40 and fake.most <= 4 and counts["judge_calls"] == 40 and counts["judge_seconds"] > 0
+        assert results == [Score(float(n % 2 == 0)) for n in range(16)]
+        assert len(fake.seen) == 16 and fake.most <= 4 and counts["judge_calls"] == 16 and counts["judge_seconds"] > 0
         assert all(body["temperature"] == 0 and body["model"] == "m" for body in fake.seen)
         again, counts = asked(judge(fake, together=4), calls, folder=tmp_path)
-        assert again == results and len(fake.seen) == 40 and counts == {"judge_cache_hits": 40}
+        assert again == results and len(fake.seen) == 16 and counts == {"judge_cache_hits": 16}
         asked(judge(fake, rubric="another"), calls[:3], folder=tmp_path)  # is another question
-        assert len(fake.seen) == 43
+        assert len(fake.seen) == 19
         # an old verdict that cannot be read so is no 0
         asked(judge(fake, verdict="see(.)"), calls[:1], folder=tmp_path)
-        assert len(fake.seen) == 45
+        assert len(fake.seen) == 21
 
 
 @pytest.mark.slow
@@ -72,10 +72,10 @@ def test_what_is_spent_is_told_to_the_last_call():
     end = subscribe(lambda event: told.append(event.counts) if isinstance(event, RewardCounts) else None)
     try:
         with Fake(verdict_of_truth) as fake:
-            asked(judge(fake), [(said("7"), task(n)) for n in range(30)])
+            asked(judge(fake), [(said("7"), task(n)) for n in range(10)])
     finally:
         end()
-    assert sum(counts.get("judge_calls", 0) for counts in told) == 30
+    assert sum(counts.get("judge_calls", 0) for counts in told) == 10
 
 
 @pytest.mark.slow

@@ -103,10 +103,10 @@ def test_the_kernel_computes_what_the_layouts_do(heads, shared, size, wide, how)
 def test_values_that_are_part_of_their_keys_are_read_with_them(heads, how):
     """Latents: 20 numbers that are key and value, and 6 of the key alone, one for all heads."""
     torch.manual_seed(0)
-    lengths = [70, 33, 1, 50]
+    lengths = [70, 33]
     rule = ScoreRule(0.3, **({**how, "sinks": torch.rand(heads, device=DEVICE)} if "sinks" in how else how))
     table, pool = laid(lengths), torch.randn(1, 160, 26, device=DEVICE)
-    q = torch.randn(4, heads, 26, device=DEVICE)
+    q = torch.randn(2, heads, 26, device=DEVICE)
     feeds = LaunchBatch.from_runs(table, [TokenRun(i, i, 1, n) for i, n in enumerate(lengths)])
     batch = DecodeBatch(table[:, :70].long(), torch.tensor(lengths, device=DEVICE))
     wanted = batch.attend(q, pool, pool[..., :20].contiguous(), rule)

@@ -540,7 +540,7 @@ def test_what_the_draft_knows_is_what_it_would_compute(pages):
     asyncio.run(main())
     assert {version for version, _, _ in rounds} == {0, 1} and e.speculation.accepted > 20
     assert pages > 100 or e.scheduler.retracted > 0
-    for version, tokens, guess in rounds[::3]:
+    for version, tokens, guess in rounds[::7]:
         best = plain_logits(weights_by_version[version], tokens + guess)[len(tokens) - 1 : -1].argmax(-1)
         assert guess == best.tolist()
     quiet(e)
