@@ -13,6 +13,7 @@ import torch
 
 from kits.adapter_bank import merged
 from kits.engine import SIZE, engine, inline, prompt, tiny, twin
+from kits.sweeps import covering
 from rondel.core.errors import TrainError, UserError
 from rondel.models.adapter_bank import AdapterBank
 from rondel.models.adapter_rows import HEAD, AdapterWeights
@@ -124,7 +125,8 @@ async def made(s: AdapterService, names: str = "abc") -> None:
         scatter(s._trained[name].weights, i)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+# a likelihood, a ratio of tokens, a ratio of sequences; the formulas of all: tests/parity/algos
+@pytest.mark.parametrize("loss", covering(LOSSES, ["cross_entropy", "ppo", "gspo"]))
 def test_losses_and_gradients_of_three_clients_in_one_pass(loss: str) -> None:
     s, plain = service()
     given = {name: examples(i + 1, loss=loss) for i, name in enumerate("abc")}

@@ -98,14 +98,14 @@ def test_the_table_of_numbers():
     assert [(g, t[:20], r) for g, t, r in NUMBER if reward(Trajectory(text=t), task(g)) != float(r)] == []
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.fractions(max_denominator=10**6).filter(lambda f: abs(f) < 10**12))
 def test_a_plain_number_is_read_exactly(value):
     assert plain_number(f"{value}") == value and plain_number(extract_answer(rf"so \boxed{{{value}}}.")) == value
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.text(max_size=300)
     | st.lists(st.sampled_from(["\\boxed{", "}", "7", "<answer>", "</answer>", "not ", " but ", "$"])).map("".join)

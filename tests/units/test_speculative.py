@@ -526,7 +526,7 @@ def test_what_the_draft_knows_is_what_it_would_compute(pages):
     e.speculation.record_step = noting
 
     async def main():
-        jobs = [asyncio.create_task(e.generate(ask(prompt(i, 12), key=i, n=60, temperature=0.0))) for i in range(6)]
+        jobs = [asyncio.create_task(e.generate(ask(prompt(i, 12), key=i, n=60, temperature=0.0))) for i in range(4)]
         written = lambda n: until(e, lambda: any(live.written > n for live in e.scheduler.running))  # noqa: E731
         await written(15)
         e.speculation.pays.k = 0
