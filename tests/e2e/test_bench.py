@@ -72,24 +72,10 @@ PROCESSES = {  # more interpreters, which import torch, and what the compiler ha
     "decode, compiled": "--model {model} --running 1 --new 4 --rounds 1 --profile 0 --threads 1",
     "process_rewards, by a model": "--answers 2 --new 24 --hidden 32 --layers 2 --latency 0.01 --pairs 1 --cases model",
 }
-# whole runs of the tiny recipe through the harness of "rows", the same engine as "decode", a trainer's step as in "memory", or what a test
-# of its own has (transports, the dashboard's pages, a controller's memory), and seconds each: `make sweeps`
-ALIKE = {
-    "controller",
-    "dashboard",
-    "families",
-    "formats",
-    "generate",
-    "placements",
-    "precision",
-    "simulated",
-    "staleness",
-    "static_shapes",
-    "step",
-    "sync_overlap",
-    "tails",
-    "transports",
-}
+# the harness of whole runs, that of ranks, and what takes a part of a second: "decode", "parity", "prefix" and "speculative" have an
+# engine and a model. The others run through one of these, or do what has tests of its own (activations, transports, a dashboard's
+# pages, a controller's memory), and take seconds each: `make sweeps`
+CHOSEN = {"rows", "mesh", "decode", "gae", "parity", "prefix", "rewards", "speculative", "wal"}
 ELSEWHERE = {
     "chaos": "minutes; by hand",
     "control": "tests/e2e/test_control.py runs it on one seed, among the sweeps",
@@ -121,14 +107,14 @@ def test_all_are_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(ALIKE))
+@pytest.mark.parametrize("name", sorted(SMALL.keys() - CHOSEN))
 def test_what_is_left_to_the_sweeps_is_imported(name, monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     assert callable(importlib.import_module(name).main)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", covering([*SMALL, *PROCESSES], SMALL.keys() - ALIKE))
+@pytest.mark.parametrize("name", covering([*SMALL, *PROCESSES], CHOSEN))
 def test_it_runs(name, model):
     words = shlex.split((SMALL | PROCESSES)[name].format(model=model))
     done = forked.run(["bench", name.partition(",")[0], *words, "--json"])

@@ -14,11 +14,13 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from kits.box_remains import leave_and_look
+from kits.box_remains import FEW, LEFT, leave_and_look
+from kits.sweeps import covering
 from rondel.core.errors import ConfigError, SandboxError, UnknownOutcome, UserError
 from rondel.core.sandbox_types import BoxFileError, CommandResult, Limits
 from rondel.core.types import Task
@@ -69,7 +71,7 @@ def test_a_session_that_is_killed_runs_no_command_twice(tmp_path):
         controller = subprocess.Popen(
             [sys.executable, "-c", CONTROLLER, folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
-        for _ in range(draw.randint(1, 3)):  # commands that it has carried out itself
+        for _ in range(draw.randint(3, 5)):  # commands that it has carried out itself
             controller.stdout.readline()
         time.sleep(draw.uniform(0, 0.06))
         controller.send_signal(signal.SIGKILL)
@@ -217,26 +219,33 @@ def test_a_snippet_finds_nothing_of_the_one_before():
     assert last.process.poll() is not None
 
 
+# all on the native wall, one of each kind on the other one
+REMAINS = pytest.mark.parametrize(
+    ("wall", "few"),
+    covering(product(probe.WALLS, [False, True]), [(wall, wall != "native") for wall in probe.WALLS]),
+)
+
+
 @boxed
-@pytest.mark.parametrize("wall", probe.WALLS)
-def test_a_box_is_used_again_only_if_it_is_as_new(wall):
+@REMAINS
+def test_a_box_is_used_again_only_if_it_is_as_new(wall, few):
     """Whatever the command before was: the next one sees what it would see in a box of its own."""
     try:
         probe.probe_isolation(wall)
     except SandboxError as error:
         pytest.skip(f"{wall}: {error}")
-    kept, seen = leave_and_look(wall)
+    kept, seen = leave_and_look(wall, FEW if few else tuple(LEFT))
     assert len(seen) == 1, "all saw the same"
     assert "a closed home" not in kept or wall == "bubblewrap", "there it is the root's"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only a root can become a plain user")
-@pytest.mark.parametrize("wall", probe.WALLS)
-def test_a_plain_users_box_is_used_again_only_if_it_is_as_new(wall):
+@REMAINS
+def test_a_plain_users_box_is_used_again_only_if_it_is_as_new(wall, few):
     """There a command has the user of the first process, and may change more."""
     tests = Path(__file__).parents[1]
     done = subprocess.run(
-        ["/usr/bin/python3", "-B", "-m", "kits.box_remains", wall], env={"PYTHONPATH": f"{tests.parent / 'src'}:{tests}", "PATH": "/usr/bin:/bin"},
+        ["/usr/bin/python3", "-B", "-m", "kits.box_remains", wall, *["few"] * few], env={"PYTHONPATH": f"{tests.parent / 'src'}:{tests}", "PATH": "/usr/bin:/bin"},
         user=65534, group=65534, extra_groups=[], capture_output=True, text=True, cwd="/", timeout=60,
     )  # fmt: skip
     if done.returncode and not done.stderr.startswith("AssertionError"):

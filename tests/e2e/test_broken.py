@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kits.command_line import SMALL, TINY, broken, say
+from kits.sweeps import covering
 from rondel.cli import main
 
 
@@ -62,7 +63,13 @@ MOE = "--model.path={ random = 'qwen3_moe', hidden_size = 32, num_hidden_layers 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shown", [["--algo.kind=luffy", "--algo.guides=1"], ["--algo.beside=[{ kind = 'sft' }]"]])
+@pytest.mark.parametrize(
+    "shown",
+    covering(
+        [["--algo.kind=luffy", "--algo.guides=1"], ["--algo.beside=[{ kind = 'sft' }]"]],
+        [["--algo.kind=luffy", "--algo.guides=1"]],
+    ),
+)
 def test_demonstrations_beside_a_mixture_of_experts_that_replays(capfd, tmp_path, shown):
     """They have no routes; without the replay the same recipe trains."""
     line = broken(capfd, tmp_path, MOE, *shown)
@@ -97,8 +104,9 @@ REWARDS = {
 }
 
 
+# late, gone, and no number; what raises or returns something else is the same failure of a call (tests/units/test_graded.py)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", covering(REWARDS, ["hangs", "kills its process", "returns NaN"]))
 def test_a_reward_that(capfd, tmp_path, monkeypatch, name):
     """The run ends with the diagnosis; no failure was ever a number, and the rollouts are in the journal."""
     source, said = REWARDS[name]

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from kits.diagnose import JOB, evaluated, healthy
+from kits.forked import Forked
 from kits.run_folder import group
+from kits.sweeps import covering
 from rondel.core import events as words
 from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.types import Score, Trajectory
@@ -110,13 +112,8 @@ class Growing:
 
 class Server:
     def __init__(self, *folders: Path) -> None:
-        code = "from rondel.cli import main; main()"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, "dashboard", *map(str, folders), "--port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        words = ["dashboard", *map(str, folders), "--port", "0"]
+        self.process = Forked(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         line = self.process.stdout.readline()
         assert line, self.process.stderr.read()
         self.url = line.split()[1]
@@ -149,9 +146,20 @@ def server(runs):
     assert server.end() == (0, "")
 
 
+@pytest.fixture(scope="module")
+def tab(browser):
+    yield from opened(browser, "about:blank")
+
+
 @pytest.fixture
-def page(browser, server):
-    yield from opened(browser, server.url)
+def page(tab, server):
+    """The same window for each test, in which the page begins anew."""
+    tab.goto(server.url)
+    tab.wait_for_selector("main#main")
+    yield tab
+    tab.unroute_all()
+    tab.goto("about:blank")
+    assert tab.faults == []
 
 
 def opened(browser, url, **how):
@@ -178,7 +186,8 @@ def opened(browser, url, **how):
         ),
     )
     page.goto(url)
-    page.wait_for_selector("main#main")
+    if url != "about:blank":
+        page.wait_for_selector("main#main")
     yield page
     page.close()
     assert page.faults == []
@@ -191,12 +200,23 @@ def show(page, view: str) -> None:
     page.wait_for_selector("main:not(:has(.loading))")
 
 
-def test_no_violation_in_light_on_a_desk_and_in_dark_on_a_phone(browser, server):
+LOOKS = {
+    "light on a desk": {"color_scheme": "light"},
+    "dark on a phone": {"color_scheme": "dark", "viewport": {"width": 400, "height": 800}},
+}
+# every view in one of the two looks, by turns
+BY_TURNS = [(view, list(LOOKS)[i % 2]) for i, view in enumerate(VIEWS)]
+
+
+@pytest.mark.parametrize("pairs", covering(["by turns", "all"], ["by turns"]))
+def test_no_violation_in_light_on_a_desk_and_in_dark_on_a_phone(browser, server, pairs):
     axe = (resources.files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
-    for how in ({"color_scheme": "light"}, {"color_scheme": "dark", "viewport": {"width": 400, "height": 800}}):
+    for look, how in LOOKS.items():
         for page in opened(browser, server.url, **how):
             page.evaluate(axe)
             for view in VIEWS:
+                if pairs == "by turns" and (view, look) not in BY_TURNS:
+                    continue
                 show(page, view)
                 found = page.evaluate(
                     "axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.target + ' ' + "
@@ -415,9 +435,7 @@ def test_a_fallen_connection_is_said_and_mends(browser, runs, tmp_path):
     page.get_by_text("live", exact=True).wait_for()
     assert server.end() == (0, "")
     page.get_by_text("connection lost").wait_for()
-    again = subprocess.Popen(
-        [sys.executable, "-c", "from rondel.cli import main; main()", "dashboard", str(runs[1].folder), "--port", port]
-    )
+    again = Forked(["dashboard", runs[1].folder, "--port", port])
     page.get_by_text("live", exact=True).wait_for()
     page.close()
     again.send_signal(signal.SIGTERM)

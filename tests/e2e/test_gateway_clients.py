@@ -248,7 +248,7 @@ def test_a_sub_agent_and_a_compaction_are_branches_and_the_main_one_comes_first(
 # -- many at once ----------------------------------------------------------------------------------
 
 
-def test_two_hundred_sessions_at_once_see_nothing_of_each_other():
+def test_many_sessions_at_once_see_nothing_of_each_other():
     keys, shared = [], []
 
     async def agent(task, base_url, api_key):
@@ -265,8 +265,8 @@ def test_two_hundred_sessions_at_once_see_nothing_of_each_other():
 
     async def all_of_them():
         gateway = Gateway(function_agent(agent), timeout=60)
-        policies = [Policy(echo) for _ in range(200)]
-        tasks = [Task(f"n{i}n", "gateway", {}) for i in range(200)]
+        policies = [Policy(echo) for _ in range(60)]
+        tasks = [Task(f"n{i}n", "gateway", {}) for i in range(60)]
         async with openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=60) as client:
             shared.append(client)
             return policies, await asyncio.gather(
@@ -274,7 +274,7 @@ def test_two_hundred_sessions_at_once_see_nothing_of_each_other():
             )
 
     policies, found = asyncio.run(all_of_them())
-    assert len(set(keys)) == 200
+    assert len(set(keys)) == 60
     for i, (policy, one) in enumerate(zip(policies, found)):
         recorded(one, policy)
         text = tok().decode(one.tokens)

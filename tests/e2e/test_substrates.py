@@ -19,6 +19,7 @@ import rondel
 from kits.attack_table import INSIDE, attacked_host, attempt
 from kits.root_folder import make_root
 from kits.sandbox_attacks import ATTACKS
+from kits.sweeps import covering
 from rondel.core.errors import SandboxError
 from rondel.core.sandbox_types import Limits
 from rondel.core.types import Score, Task, Trajectory
@@ -32,6 +33,8 @@ from rondel.runtime.sandbox.usage import own_folders
 from rondel.score.code import Code
 
 TOOLS = ("crun", "runc", "podman")
+# what is ours above the runtime's commands, which the other tests give to both
+ONE = covering(["crun", "runc"], ["crun"])
 TRIED = (  # a few of each kind; tests/kits/attack_table.py tries all
     "the secret", "mounts", "devices", "the first process", "a fork bomb", "memory", "namespaces", "abstract", "ptrace", "signals",
 )  # fmt: skip
@@ -82,6 +85,7 @@ def sandbox(request, root):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sandbox", ONE, indirect=True)
 def test_the_python_tool_and_the_code_reward_in_a_container(sandbox):
     tool = python_tool(lambda: sandbox)(Task("t", "tools", {}))
     assert tool.python("x = 6\nopen('f', 'w').write('y')") == "1\n" and tool.python("x * 7") == "42\n"
@@ -116,6 +120,7 @@ def test_limits_hold_in_a_container(sandbox):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sandbox", ONE, indirect=True)
 def test_without_control_groups_memory_is_held_for_each_process_and_that_is_said(sandbox, monkeypatch):
     """A plain user has none: rootless containers held no memory at all, and nobody said so."""
     cell = sandbox.cell(Limits())
@@ -178,6 +183,8 @@ def test_crun_is_not_for_a_plain_user_where_both_versions_of_control_groups_are(
 def test_a_few_attempts_to_get_out_of_a_container(sandbox):
     wanted = [a for a in ATTACKS if not a.only and a.name not in INSIDE and a.name.startswith(TRIED)]
     assert len(wanted) >= 5, "the names of the attacks changed"
+    if sandbox.settings["tool"] != "crun":  # the same bundle: one attack of each kind
+        wanted = list({kind: a for a in wanted for kind in TRIED if a.name.startswith(kind)}.values())
     with attacked_host() as host:
         assert {a.name: got for a in wanted[:12] if (got := attempt(sandbox, a, host))} == {}
 

@@ -8,6 +8,7 @@ import asyncio
 import copy
 import re
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from kits.engine import all_of, ask, engine, idle, prompt, watched
 from kits.families import FAMILIES, model, own
+from kits.sweeps import covering
 from kits.train import apart, awkward_groups, batch, gradient, row, trainer
 from rondel.core.errors import ConfigError, ModelError
 from rondel.models import block_indexer, compressed_attention, packed_layout
@@ -29,6 +31,7 @@ from rondel.models.load import load_model
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 
 KIND, BLOCKS = "deepseek_v4", "qwen4_exp_text"
+WAYS = {"chunked": {"prefill_tokens": 16}, "retracted": {"kv_pages": 70}}
 COUNT, RATE = 4, 3  # entries or blocks that their indexers choose, tokens of one
 
 
@@ -69,13 +72,15 @@ def chosen_sets(tape, routes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [KIND, BLOCKS])
-@pytest.mark.parametrize("how", [{"prefill_tokens": 16}, {"kv_pages": 70}], ids=["chunked", "retracted"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    covering(product([KIND, BLOCKS], WAYS), [(KIND, "retracted"), (BLOCKS, "chunked")]),
+)
 @torch.no_grad()
 def test_engine_and_transformers_choose_the_same_entries(kind, how):
     """The record of a token is the set of windows that transformers' own indexer takes, by the positions of their ends."""
     loaded, fresh = model(kind), own(kind)
-    given, done = rollout(kind, **how)
+    given, done = rollout(kind, **WAYS[how])
     theirs = []
     hooks = [m.register_forward_hook(lambda m, _, out: theirs.append(out[0])) for m in indexers(fresh)]
     try:
@@ -117,12 +122,10 @@ def test_the_gradient_is_one_for_any_split_and_for_blocks_of_queries(monkeypatch
     """Law 3, with prompts shared and not; long calls in blocks, and layers computed again in the backward pass."""
     algo = row("grpo")
     b = batch(awkward_groups(), algo)
-    whole = gradient(trainer(copy.deepcopy(model(KIND))), b, algo)
-    t = trainer(copy.deepcopy(model(KIND)))
-    assert apart(gradient(t, b, algo, micro_tokens=40, share=False), whole) <= 1e-5
+    parts = gradient(trainer(copy.deepcopy(model(KIND))), b, algo, micro_tokens=40, share=False)
     monkeypatch.setattr(packed_layout, "LONG", 64)
-    t = trainer(copy.deepcopy(model(KIND)), recompute="layers")
-    assert apart(gradient(t, b, algo, micro_tokens=60), whole) <= 1e-5
+    whole = trainer(copy.deepcopy(model(KIND)), recompute="layers")
+    assert apart(gradient(whole, b, algo), parts) <= 1e-5
 
 
 def test_what_it_cannot_do_is_refused_by_name():

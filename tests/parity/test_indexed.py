@@ -8,6 +8,7 @@ import asyncio
 import copy
 import re
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -37,6 +38,8 @@ KINDS = [kind for kind in FAMILIES if kind in INDEXED_KINDS - RECURRENT_KINDS]
 AT_ONCE = ("deepseek_v32", "glm_moe_dsa")
 # the third has layers of their own sizes and a window beside the choice
 SOME_AT_ONCE = covering(KINDS, [*AT_ONCE, "dots3_note_text"], fast=AT_ONCE)
+# what is done with a choice is the same for all that choose
+ONE = covering(KINDS, ["glm_moe_dsa"], fast=AT_ONCE)
 COUNT = 8  # keys that the models of these tests choose
 
 
@@ -83,10 +86,16 @@ def chosen_sets(tape, routes):
 WAYS = {"plain": {}, "chunked": {"prefill_tokens": 16}, "retracted": {"kv_pages": 60}, "two": {"max_running": 2}}
 
 
-@pytest.mark.parametrize("how", [WAYS["chunked"], WAYS["retracted"]], ids=["chunked", "retracted"])
-@pytest.mark.parametrize("kind", SOME_AT_ONCE)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    covering(
+        product(KINDS, ["chunked", "retracted"]),
+        [("deepseek_v32", "chunked"), ("glm_moe_dsa", "retracted"), ("dots3_note_text", "chunked")],
+        fast=[*product(AT_ONCE, ["chunked", "retracted"])],
+    ),
+)
 def test_engine_and_transformers_choose_the_same_keys(kind, how):
-    check_choice(kind, how)
+    check_choice(kind, WAYS[how])
 
 
 @pytest.mark.parametrize("how", [WAYS["plain"], WAYS["two"]], ids=["plain", "two"])
@@ -127,7 +136,7 @@ def test_the_choice_matters_here_and_only_beyond_its_size(kind):
     assert torch.equal(few[:COUNT], whole[:COUNT]) and float((few[COUNT:] - whole[COUNT:]).abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("kind", SOME_AT_ONCE)
+@pytest.mark.parametrize("kind", ONE)
 def test_the_trainer_repeats_the_engines_choice(kind):
     """A trainer whose indexers would choose other keys, given the record, computes the logprobs of the engine; and its
     gradient is that of a model which chooses so by itself.
@@ -155,7 +164,7 @@ def test_the_trainer_repeats_the_engines_choice(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("kind", covering(AT_ONCE, ["deepseek_v32"]))
 @torch.no_grad()
 def test_replayed_keys_close_the_gap_that_rounding_opens(kind):
     """In bfloat16, with 200 to 250 keys to choose from: mean difference of logprobs without a record, with that of the
@@ -220,7 +229,7 @@ def test_what_can_never_be_chosen_takes_no_room():
     assert float((same[3:] - torch.tensor(done.logprobs[:3])).abs().max()) <= 1e-5
 
 
-@pytest.mark.parametrize("kind", SOME_AT_ONCE)
+@pytest.mark.parametrize("kind", ONE)
 def test_guesses_and_new_turns_choose_alike(kind):
     """Speculative rows, and a prefix found in the cache, whose index keys are cached with it."""
     loaded, given = model(kind), prompt(7, 30)
@@ -235,7 +244,7 @@ def test_guesses_and_new_turns_choose_alike(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", covering(KINDS, [*AT_ONCE, "dots3_note_text"]))
+@pytest.mark.parametrize("kind", covering(KINDS, ["dots3_note_text"]))
 def test_the_trainer_has_one_gradient_for_any_split(kind):
     """Law 3, with prompts shared and not; the choice is made again where it is not recorded."""
     algo, t = row("grpo"), trainer(copy.deepcopy(model(kind)))

@@ -16,6 +16,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 
 from kits.engine import engine, idle, watched
+from kits.sweeps import covering
 from kits.train import row, trainer
 from kits.vision import EYES, ask, gradient, groups_with_images, image, model, own_logprobs, stream, trajectory
 from rondel.core.media import Image, content_keys, position_shift, rope_positions
@@ -30,6 +31,9 @@ from rondel.train import annotate as notes
 from rondel.train.pack import batch_of
 
 STEPS = sorted(kind for kind in EYES if FAMILIES[kind].video)
+# steps joined to one video, with a rate and without; steps behind their times, with a state and without. Mixtures see alike
+SEEN = ["qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl"]
+JOINED_AND_APART = ["qwen2_5_vl", "qwen3_5"]
 IMAGES = sorted(kind for kind in EYES if not FAMILIES[kind].video and FAMILIES[kind].form.name != "tiles")
 LIMIT = 1e-4
 KEYS = {"qwen3_vl_moe": 51}  # of the request: under others its policy draws a placeholder
@@ -72,7 +76,7 @@ def processed(m, text: str, video: np.ndarray, fps: float):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", covering(STEPS, SEEN))
 def test_a_video_is_read_as_transformers_reads_it(kind):
     """Five frames in three steps: tokens, pixels, positions, greedy tokens, logprobs of engine and trainer."""
     m = model(kind)
@@ -143,7 +147,7 @@ def test_text_goes_on_behind_the_time_of_a_long_video():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", covering(["qwen2_vl", "qwen2_5_vl"], ["qwen2_5_vl"]))
 def test_joined_steps_are_cut_by_chunks_and_packs_and_change_nothing(kind, tmp_path):
     """Engine in chunks of 5 tokens, an answer that is continued, a journal, a pack behind a shared prompt."""
     m = model(kind)
@@ -181,7 +185,7 @@ def test_frames_are_as_large_as_transformers_makes_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", covering(STEPS, JOINED_AND_APART))
 def test_a_step_is_found_cached_and_takes_no_other(kind):
     """The same tokens over other frames, and over the same frames as pictures: what differs is computed anew."""
     m = model(kind)
@@ -199,7 +203,7 @@ def test_a_step_is_found_cached_and_takes_no_other(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", covering(STEPS, JOINED_AND_APART))
 def test_the_gradient_over_videos_does_not_depend_on_the_cut(kind):
     """Packed behind shared prompts against one sample at a time."""
     m = model(kind)
@@ -213,7 +217,7 @@ def test_the_gradient_over_videos_does_not_depend_on_the_cut(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", covering(STEPS, JOINED_AND_APART))
 def test_pictures_and_steps_stand_in_one_prompt(kind):
     m = model(kind)
     given = stream(m, 3, image(m, 1), 2, image(m, 2, 2, 3, frames=2), 4, image(m, 3, frames=2), 3)

@@ -13,6 +13,7 @@ import torch
 
 from kits.adapter_bank import merged
 from kits.engine import SIZE, engine, inline, prompt, tiny, twin
+from kits.sweeps import covering
 from rondel.core.errors import TrainError, UserError
 from rondel.models.adapter_bank import AdapterBank
 from rondel.models.adapter_rows import HEAD, AdapterWeights
@@ -124,7 +125,8 @@ async def made(s: AdapterService, names: str = "abc") -> None:
         scatter(s._trained[name].weights, i)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+# a likelihood, a ratio of tokens, a ratio of sequences; the formulas of all: tests/parity/algos
+@pytest.mark.parametrize("loss", covering(LOSSES, ["cross_entropy", "ppo", "gspo"]))
 def test_losses_and_gradients_of_three_clients_in_one_pass(loss: str) -> None:
     s, plain = service()
     given = {name: examples(i + 1, loss=loss) for i, name in enumerate("abc")}
@@ -164,12 +166,12 @@ def test_several_targets_of_a_token_and_a_forward_alone() -> None:
 
 
 def test_clients_together_end_where_each_ends_alone() -> None:
-    """Six steps of three clients with their own learning rates, micro-batches mixed; and AdamW is torch's."""
+    """Three steps of three clients with their own learning rates, micro-batches mixed; and AdamW is torch's."""
     adams = {n: Adam(lr, weight_decay=0.01, clip=1.0) for n, lr in zip("abc", (1e-2, 3e-3, 1e-3))}
 
     async def train(s: AdapterService, names: str) -> dict[str, AdapterWeights]:
         async def client(name: str) -> None:
-            for step in range(6):
+            for step in range(3):
                 for part in range(2):
                     await s.forward(name, examples(1 + step + part, 4), "ppo", {}, backward=True)
                 await s.optim_step(name, adams[name])

@@ -380,12 +380,13 @@ REACHED = {  # a candidate that speaks to the other box by itself -> what it doe
 @pytest.mark.parametrize("what", REACHED)
 def test_a_candidate_that_speaks_for_itself_gets_nothing_of_the_tests(reward, what):
     """Neither a point nor a failure: of the other box it has what a test hands to it, and no more."""
+    few = 1 if what == "values that cost" else 2  # each takes all the time that there is
     for test in (
         "assert f(2) == 4",
         "def g(x): return x\nclass O:\n    x = 3\nassert f(2) == 4 and f(g) == 5 and f(O()) == 5",
-    ):
+    )[:few]:
         assert earned(reward, PROTOCOL + REACHED[what], [test]) == 0.0
-    for expected in (4, [1, 4]):
+    for expected in (4, [1, 4])[:few]:
         assert earned(reward, PROTOCOL + REACHED[what], [{"call": [2], "expected": expected}], entry_point="f") == 0.0
 
 
@@ -483,7 +484,9 @@ COLLIDES = PROTOCOL + "answer({'%s': [%s for n in range(33000)]})"
         ("def f(x):\n    while True: pass", [f"assert f({n}) == {n * n}" for n in range(4)]),
         ("while True: pass", [{"input": "", "output": "1"}] * 4),
         (COLLIDES % ("s", "{'i': hex(n * (2**61 - 1))}"), [{"call": [2], "expected": 4}] * 4),
-        (COLLIDES % ("z", "{'i': hex(n * (2**61 - 1))}"), ["assert f(2) == 4"] * 4),
+        pytest.param(
+            COLLIDES % ("z", "{'i': hex(n * (2**61 - 1))}"), ["assert f(2) == 4"] * 4, marks=pytest.mark.sweep
+        ),  # as the one before
     ],
 )
 def test_time_that_an_answer_takes_is_its_own(answer, tests):

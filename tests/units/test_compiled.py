@@ -32,8 +32,8 @@ def answers(e, requests):
     return asyncio.run(main())
 
 
-# llama's graph is also that of the adapters, the four bits and the transports that have tests of their own; each more is 6 to 10 s of a C++ compiler
-@pytest.mark.parametrize("kind", covering(KINDS, {"gemma2"}))
+# each more is 6 to 10 s of a C++ compiler, for a graph of the same operations
+@pytest.mark.parametrize("kind", covering(KINDS, {"llama"}))
 def test_tokens_and_logprobs_are_those_of_the_model_before_and_after_an_update(kind):
     """Siblings, prefix hits, chunked prompts and a batch that shrinks to one request;
     then other weights in the same tensors.
@@ -41,7 +41,7 @@ def test_tokens_and_logprobs_are_those_of_the_model_before_and_after_an_update(k
     loaded = tiny(kind, **KINDS[kind])
     e = engine(loaded, compiled=CompiledModel(loaded), prefill_tokens=16)
     for round_ in range(2):
-        requests = [ask(prompt(g, 5 + 9 * g), key=10 * g + s, n=3 + 4 * s) for g in range(3) for s in range(3)]
+        requests = [ask(prompt(g, 5 + 9 * g), key=10 * g + s, n=3 + 4 * s) for g in range(3) for s in range(2)]
         for request, got in zip(requests, answers(e, requests), strict=True):
             wanted = plain_logprobs(loaded, [*request.tokens, *got.tokens])[-len(got.tokens) :]
             assert max(abs(a - b) for a, b in zip(got.logprobs, wanted, strict=True)) < 1e-4

@@ -341,11 +341,12 @@ def test_no_number_is_too_large_to_ask_with(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_number_of_a_run_is_too_large_to_show(tmp_path):
+@pytest.mark.parametrize("values", covering([HUGE, HUGE[::3]], [HUGE[::3]]), ids=["all", "just too large and far"])
+def test_no_number_of_a_run_is_too_large_to_show(tmp_path, values):
     """A journal, a recipe and a card that were edited: every integer of each kind of event in turn, and all at once."""
     lines = (write_run(tmp_path) / "journal.jsonl").read_text().splitlines()
     kinds = {kind_of(line.encode()): i for i, line in enumerate(lines)}
-    for value in HUGE:
+    for value in values:
         for i in kinds.values():
             edited = [*lines]
             edited[i] = re.sub(r"(?<=[:\[,])\d+(?=[,\]}])", value, lines[i])
@@ -368,9 +369,9 @@ ANOTHER_TYPE = [None, "x", {}, [None], 1.5, {"a": {"$float": "nan"}}]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("types", covering([2, len(ANOTHER_TYPE)], [2]))
+@pytest.mark.parametrize("types", covering([1, len(ANOTHER_TYPE)], [1]))
 def test_no_event_of_another_type_is_an_error_of_the_page(tmp_path, types):
-    """Every field of each kind of event in turn, each with so many of the types: two that are next in turn, or all."""
+    """Every field of each kind of event in turn, each with so many of the types: the one that is next in turn, or all."""
     turns = itertools.cycle(ANOTHER_TYPE)
     lines = (write_run(tmp_path) / "journal.jsonl").read_text().splitlines()
     kinds = {kind_of(line.encode()): i for i, line in enumerate(lines)}

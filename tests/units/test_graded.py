@@ -25,7 +25,7 @@ def task(gold):
 
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory):
-    """`graded(rows)`, by the same workers for all tables; they stand in `graded.folder`, where an injected command would
+    """`graded(rows)`, by the same worker for all tables; it stands in `graded.folder`, where an injected command would
     leave its file.
     """
 
@@ -38,7 +38,7 @@ def graded(tmp_path_factory):
     grade.folder = tmp_path_factory.mktemp("graded")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(grade.folder)
-        with RewardPool("math", workers=2, timeout=5.0) as pool:
+        with RewardPool("math", workers=1, timeout=5.0) as pool:
             yield grade
 
 
@@ -76,7 +76,7 @@ def test_an_answer_that_nobody_can_compute_is_wrong_and_no_failure():
 @pytest.mark.slow
 def test_an_answer_at_which_a_scorer_raises_or_hangs_is_worth_nothing():
     reasoning_gym = pytest.importorskip("reasoning_gym")
-    reward = build_reward("reasoning_gym", {"deadline": lambda: 1.0})
+    reward = build_reward("reasoning_gym", {"deadline": lambda: 0.4})
     for name, text in {
         "prime_factorization": "no idea", "game_of_life": "{}", "coin_flip": "1e999", "boxnet": "7", "countdown": "9**9**9", "puzzle24": "9**9**9",
     }.items():  # fmt: skip
@@ -98,14 +98,14 @@ def test_the_table_of_numbers():
     assert [(g, t[:20], r) for g, t, r in NUMBER if reward(Trajectory(text=t), task(g)) != float(r)] == []
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.fractions(max_denominator=10**6).filter(lambda f: abs(f) < 10**12))
 def test_a_plain_number_is_read_exactly(value):
     assert plain_number(f"{value}") == value and plain_number(extract_answer(rf"so \boxed{{{value}}}.")) == value
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.text(max_size=300)
     | st.lists(st.sampled_from(["\\boxed{", "}", "7", "<answer>", "</answer>", "not ", " but ", "$"])).map("".join)

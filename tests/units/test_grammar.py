@@ -17,6 +17,7 @@ import torch
 
 from kits.engine import SIZE, all_of, ask, engine, idle, plain_logits, prompt, tiny
 from kits.sampling import chi_square, draw
+from kits.sweeps import covering
 from rondel.core.errors import EngineError, UserError
 from rondel.core.types import Request, Sampling
 from rondel.generate.engine.builtin.grammar import GrammarCache
@@ -162,10 +163,13 @@ def fits(value):
     assert len(value["tags"]) <= 2 and all(t in ("red", "green", None) for t in value["tags"])
 
 
+YIELDS = [(MODEL, 0.0), (MODEL, 1.5), (WORDS, 1.0)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "loaded, temperature",
-    [(MODEL, 0.0), (MODEL, 1.5), (WORDS, 1.0)],
+    covering(YIELDS, YIELDS[1:]),
     ids=["characters, greedy", "characters, flattened", "bytes"],
 )
 def test_a_schema_always_yields_its_json(loaded, temperature):
@@ -224,10 +228,10 @@ def test_the_stated_logprob_is_that_of_what_was_allowed():
 @pytest.mark.slow
 def test_retraction_and_continuation_change_nothing():
     requests = [
-        grammatical(prompt(i, 10), key=i, grammar={"json_schema": SCHEMA} if i % 2 else None, n=60) for i in range(12)
+        grammatical(prompt(i, 10), key=i, grammar={"json_schema": SCHEMA} if i % 2 else None, n=40) for i in range(6)
     ]
     free = asyncio.run(all_of(engine(MODEL), requests))
-    tight = engine(MODEL, kv_pages=120, prefill_tokens=9)
+    tight = engine(MODEL, kv_pages=80, prefill_tokens=9)
     pressed = asyncio.run(all_of(tight, requests))
     assert tight.scheduler.retracted > 0
     assert [c.tokens for c in pressed] == [c.tokens for c in free]
@@ -250,7 +254,7 @@ def test_a_whole_sentence_ends_before_min_tokens_and_an_open_one_does_not():
     ) and short.logprobs == pytest.approx([0, 0, 0])
     long = [
         asyncio.run(engine(MODEL).generate(grammatical([5, 6], key=i, grammar={"regex": "[ab]*"}, min_tokens=9)))
-        for i in range(5)
+        for i in range(3)
     ]
     assert all(len(c.text) >= 9 and set(c.text) <= {"a", "b"} for c in long)
 

@@ -100,7 +100,7 @@ def plausible(key, default):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(data=st.data())
 def test_any_config_becomes_a_recipe_in_which_every_key_has_one_fate(name, data):

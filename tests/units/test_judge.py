@@ -4,6 +4,7 @@ is asked for once.
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -50,19 +51,19 @@ def verdict_of_truth(number, body):
 
 @pytest.mark.slow
 def test_a_judge_is_asked_once_for_each_answer_and_not_again_by_a_resumed_run(tmp_path):
-    calls = [(said(str(n + 6 + n % 2)), task(n)) for n in range(40)]
+    calls = [(said(str(n + 6 + n % 2)), task(n)) for n in range(16)]
     with Fake(verdict_of_truth) as fake:
         results, counts = asked(judge(fake, together=4), calls, folder=tmp_path)
-        assert results == [Score(float(n % 2 == 0)) for n in range(40)]
-        assert len(fake.seen) == 40 and fake.most <= 4 and counts["judge_calls"] == 40 and counts["judge_seconds"] > 0
+        assert results == [Score(float(n % 2 == 0)) for n in range(16)]
+        assert len(fake.seen) == 16 and fake.most <= 4 and counts["judge_calls"] == 16 and counts["judge_seconds"] > 0
         assert all(body["temperature"] == 0 and body["model"] == "m" for body in fake.seen)
         again, counts = asked(judge(fake, together=4), calls, folder=tmp_path)
-        assert again == results and len(fake.seen) == 40 and counts == {"judge_cache_hits": 40}
+        assert again == results and len(fake.seen) == 16 and counts == {"judge_cache_hits": 16}
         asked(judge(fake, rubric="another"), calls[:3], folder=tmp_path)  # is another question
-        assert len(fake.seen) == 43
+        assert len(fake.seen) == 19
         # an old verdict that cannot be read so is no 0
         asked(judge(fake, verdict="see(.)"), calls[:1], folder=tmp_path)
-        assert len(fake.seen) == 45
+        assert len(fake.seen) == 21
 
 
 @pytest.mark.slow
@@ -71,10 +72,10 @@ def test_what_is_spent_is_told_to_the_last_call():
     end = subscribe(lambda event: told.append(event.counts) if isinstance(event, RewardCounts) else None)
     try:
         with Fake(verdict_of_truth) as fake:
-            asked(judge(fake), [(said("7"), task(n)) for n in range(30)])
+            asked(judge(fake), [(said("7"), task(n)) for n in range(10)])
     finally:
         end()
-    assert sum(counts.get("judge_calls", 0) for counts in told) == 30
+    assert sum(counts.get("judge_calls", 0) for counts in told) == 10
 
 
 @pytest.mark.slow
@@ -90,9 +91,9 @@ def test_what_passes_is_waited_for():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("answer", "reason", "detail"),
-    [
+def test_a_judge_that_fails_gives_no_number():
+    """Each of these answers to one question, by its first number."""
+    cases = [
         ((401, "who are you", {}), "judge gave no answer", "answered 401: who are you"),
         ((429, "slow down", {"Retry-After": "0"}), "judge gave no answer", "answered 429"),
         ({"error": "no choices"}, "judge gave no answer", "no choices"),
@@ -100,14 +101,23 @@ def test_what_passes_is_waited_for():
         (chat("Verdict: 7"), "judge gave no verdict", "Verdict: 7"),  # beyond its range
         (chat("Verdict: nan"), "judge gave no verdict", "nan"),
         (chat(None), "judge gave no verdict", "None"),
-        (60.0, "timeout", "no answer within 1 s"),
-    ],
-)
-def test_a_judge_that_fails_gives_no_number(answer, reason, detail):
-    with Fake(lambda number, body: answer) as fake:
-        patience = 1.0 if reason == "timeout" else 20.0
-        (failed,), _ = asked(judge(fake, tries=2), [(said("7"), task(1))], timeout=patience)
-        assert isinstance(failed, Failed) and failed.reason == reason and detail in failed.detail
+    ]
+
+    def of(body):
+        return int(re.search(r"What is (\d+) \+ 6", str(body))[1])
+
+    with Fake(lambda number, body: cases[of(body)][0]) as fake:
+        results, _ = asked(judge(fake, tries=2), [(said("7"), task(n)) for n in range(len(cases))], timeout=20)
+        for (answer, reason, detail), failed in zip(cases, results, strict=True):
+            assert isinstance(failed, Failed) and failed.reason == reason and detail in failed.detail, answer
+        assert all(sum(of(body) == n for body in fake.seen) <= 4 for n in range(len(cases)))
+
+
+@pytest.mark.slow
+def test_a_judge_that_is_late_gives_no_number():
+    with Fake(lambda number, body: 60.0) as fake:
+        (failed,), _ = asked(judge(fake, tries=2), [(said("7"), task(1))], timeout=1.0)
+        assert isinstance(failed, Failed) and failed.reason == "timeout" and "no answer within 1 s" in failed.detail
         assert len(fake.seen) <= 4
 
 
@@ -277,9 +287,9 @@ def test_what_is_sent():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("reply", "reason"),
-    [
+def test_a_remote_that_returns_no_number_gives_none():
+    """Each of these replies to one answer, by the number that it says."""
+    cases = [
         ({"reward": None}, "returned None"),
         ({"reward": "1.0"}, "returned str"),
         ('{"reward": NaN}', "returned nan"),
@@ -293,12 +303,12 @@ def test_what_is_sent():
         ((404, "not here", {}), "remote gave no answer"),
         ((302, "", {"Location": "http://127.0.0.1:1/"}), "remote gave no answer"),
         ((200, "", {}), "remote gave no answer"),
-    ],
-)
-def test_a_remote_that_returns_no_number_gives_none(reply, reason):
-    with Fake(lambda number, body: reply) as fake:
-        (failed,), _ = asked({"kind": "remote", "url": fake.url, "tries": 1}, [(said("7"), task(1))])
-        assert isinstance(failed, Failed) and failed.reason == reason, failed
+    ]
+    with Fake(lambda number, body: cases[int(body["text"])][0]) as fake:
+        calls = [(said(str(n)), task(1)) for n in range(len(cases))]
+        results, _ = asked({"kind": "remote", "url": fake.url, "tries": 1}, calls)
+        for (reply, reason), failed in zip(cases, results, strict=True):
+            assert isinstance(failed, Failed) and failed.reason == reason, (reply, failed)
 
 
 @pytest.mark.slow

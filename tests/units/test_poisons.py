@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 
 import pytest
 
 from kits.poisoned_answers import POISONS, SLOW
+from kits.sweeps import covering
 from rondel.assemble.components import LENDS
 from rondel.core.errors import SandboxError
 from rondel.core.types import Failed, Score, Task, Trajectory
@@ -42,11 +44,16 @@ def scored(pool: RewardPool, text: str, data: dict) -> Score | Failed:
     return asyncio.run(pool.score(Trajectory(text=text), Task("t/1", "single_turn", {"prompt": "?", **data})))
 
 
-@pytest.mark.parametrize("name", POISONS)
-def test_a_poisoned_answer_earns_nothing_and_changes_nothing(pool, name):
-    before = set(pool._hired)
+# as asserts and, by turns, in one other form; in the other two as well
+@pytest.mark.parametrize(
+    ("name", "rest"), covering(product(POISONS, [False, True]), [(name, False) for name in POISONS])
+)
+def test_a_poisoned_answer_earns_nothing_and_changes_nothing(pool, name, rest):
+    before, (first, *others) = set(pool._hired), FORMS
+    turn = list(POISONS).index(name) % len(others)
+    some, left = [first, others.pop(turn)], others[: 0 if name in SLOW else None]
     # after the poison before: a worker that it had won over would now pay
-    for form in list(FORMS)[: 2 if name in SLOW else 4]:
+    for form in left if rest else some:
         assert scored(pool, POISONS[name], FORMS[form]) == Score(0.0, {"passed": 0.0}), form
     assert scored(pool, "def f(x): return x * x", FORMS["assert"]).value == 1.0, "a right one after them"
     assert pool._hired == before and all(worker.process.poll() is None for worker in before)

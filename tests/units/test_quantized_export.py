@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kits.runs import run
+from kits.sweeps import covering
 from rondel.cli import main
 from rondel.core.errors import CheckpointError, ModelError
 from rondel.formats import format_of
@@ -37,7 +38,9 @@ def decoded(folder, name):
     return {module: (format_of(name).decode(parts, torch.bfloat16), parts) for module, parts in found.items()}
 
 
-@pytest.mark.parametrize("name", ["int4", "nvfp4", "fp8"])
+@pytest.mark.parametrize(
+    "name", covering(["int4", "nvfp4", "fp8"], ["fp8"])
+)  # the others: by compressed_tensors, below
 def test_an_export_decodes_to_what_the_run_computed_with(tmp_path, capsys, name):
     checkpoint, into = trained(tmp_path, name), tmp_path / "out"
     with pytest.raises(SystemExit) as end:

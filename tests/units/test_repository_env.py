@@ -25,6 +25,7 @@ from kits.repositories import (
     write_files,
     written_call,
 )
+from kits.sweeps import covering
 from rondel.core.errors import DataError, EnvError
 from rondel.core.repository_files import RepositoryFile
 from rondel.core.sandbox_types import CommandResult
@@ -139,11 +140,19 @@ def test_tests_and_what_stands_in_for_them_are_restored_and_counted(tmp_path):
 
 @needs_walls
 @pytest.mark.slow
-def test_tasks_of_other_formats_are_played_unmodified(tmp_path):
+@pytest.mark.parametrize(
+    "formats", covering([["harbor", "rows"], ["bench"]], [["harbor", "rows"]])
+)  # bench: the same task
+def test_tasks_of_other_formats_are_played_unmodified(tmp_path, formats):
     write_files(tmp_path / "harbor" / "words", HARBOR)
     write_files(tmp_path / "bench" / "words", TERMINAL_BENCH)
     rows, source = swebench_rows(tmp_path)
-    for own in (read(tmp_path / "harbor"), read(tmp_path / "bench"), read(rows, source=source)):
+    written = {
+        "harbor": read(tmp_path / "harbor"),
+        "bench": read(tmp_path / "bench"),
+        "rows": read(rows, source=source),
+    }
+    for own in map(written.get, formats):
         found = check_in_boxes(own, Sandbox())
         assert (found.fault, found.untouched, found.solved) == ("", 0.0, 1.0), own.name
     t, text = play(

@@ -8,6 +8,7 @@ import asyncio
 import copy
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from kits.engine import SIZE, all_of, ask, engine, idle, prompt, tiny
 from kits.routing import MOES, forward, group_of, own_routes
+from kits.sweeps import covering
 from rondel.core.errors import LawError, ModelError, TrainError, UserError
 from rondel.models.head import LMHead
 from rondel.models.load import load_model
@@ -41,28 +43,42 @@ def rollout(loaded: LoadedModel, n: int = 6, **settings):
     return e, given, outs
 
 
+WAYS = {
+    "plain": {},
+    "chunked": {"prefill_tokens": 16},
+    "retracted": {"kv_pages": 60},
+    "two at a time": {"max_running": 2},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MOES)
 @pytest.mark.parametrize(
-    "how",
-    [{}, {"prefill_tokens": 16}, {"kv_pages": 60}, {"max_running": 2}],
-    ids=["plain", "chunked", "retracted", "two at a time"],
+    ("kind", "how"),
+    covering(
+        product(MOES, WAYS),
+        [("deepseek_v3", "chunked"), ("mixtral", "retracted"), ("qwen3_moe", "two at a time"), ("mixtral", "plain")],
+    ),
 )
 def test_every_token_that_was_computed_has_its_route(kind, how):
     """Through shared prompts, chunks and retraction: the rows are those of a plain forward pass
     over the whole stream.
     """
     loaded = model(kind)
-    e, given, outs = rollout(loaded, **how)
-    assert e.scheduler.reused > 0 and (e.scheduler.retracted > 0 or "kv_pages" not in how)
+    e, given, outs = rollout(loaded, **WAYS[how])
+    assert e.scheduler.reused > 0 and (e.scheduler.retracted > 0 or how != "retracted")
     for out in outs:
         stream = given + out.tokens
         assert out.experts.shape == (len(stream) - 1, loaded.routers, 2)
         assert (np.sort(out.experts, -1) == own_routes(loaded, stream)[:-1]).all()
 
 
-@pytest.mark.parametrize("kind", MOES)
-@pytest.mark.parametrize("rounding", [torch.float8_e4m3fn, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "rounding"),
+    covering(
+        product(MOES, [torch.float8_e4m3fn, torch.bfloat16]),
+        [("deepseek_v3", torch.bfloat16), ("mixtral", torch.float8_e4m3fn), ("qwen3_moe", torch.float8_e4m3fn)],
+    ),
+)
 def test_replay_closes_the_gap_that_a_rounded_router_opens(kind, rounding):
     """The trainer's routers are rounded, as by another kernel or precision: tokens flip to
     other experts unless their routes are replayed.

@@ -76,12 +76,13 @@ SHAPES = [
 GIVEN, OWN = [3, 9, 9, 14, 7], [8, 11, 8, 8]
 
 
-@pytest.mark.parametrize("how", SHAPES, ids=str)
+# each transform once, and two sums of them; the other sign of a penalty is another number in the same line
+@pytest.mark.parametrize("how", covering(SHAPES, [SHAPES[i] for i in (1, 2, 5, 6, 7, 8, 9)]), ids=str)
 @pytest.mark.slow
 def test_draws_have_the_stated_distribution(how):
     logits = torch.randn(60, generator=torch.Generator().manual_seed(60)) * 2
     logits[sorted({END, *GIVEN, *OWN})] += 2  # what the transforms touch is likely
-    s, n = Sampling(**how), 6_000
+    s, n = Sampling(**how), 3_000
     shaped = logits.repeat(n, 1)
     process_logits(shaped, [(row, standing(s, GIVEN, OWN)) for row in range(n)])
     key = sample_key(1, 0, SHAPES.index(how))
@@ -94,7 +95,7 @@ def test_draws_have_the_stated_distribution(how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", covering(range(5), [0, 1]))
+@pytest.mark.parametrize("seed", covering(range(5), [0]))
 def test_the_stated_distribution_sums_to_one_over_its_support(seed):
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(8, 3000, generator=g) * 3
@@ -199,7 +200,7 @@ def check_stated(model, request, completion):
 @pytest.mark.slow
 def test_everything_at_once_states_the_truth_whatever_the_schedule():
     requests = [
-        replace(ask(prompt(i, 5 + 3 * i), key=i, n=30, **(EVERYTHING if i % 3 else {})), wants=ALL) for i in range(12)
+        replace(ask(prompt(i, 5 + 3 * i), key=i, n=20, **(EVERYTHING if i % 3 else {})), wants=ALL) for i in range(9)
     ]
     free = asyncio.run(all_of(engine(MODEL), requests))
     for request, c in zip(requests, free):

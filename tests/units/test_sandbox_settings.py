@@ -382,7 +382,8 @@ def test_the_code_reward_in_boxes_of_a_service(service):
     task = Task("t", "x", {"tests": ["assert f(2) == 4", {"input": "3\n", "output": "9\n"}]})
     good = "def f(x): return x * x\nif __name__ == '__main__': print(f(int(input())))"
     assert judge(Trajectory(text=good), task) == Score(1.0, {"passed": 1.0})
-    assert judge(Trajectory(text="def f(x): return 5"), task) == Score(0.0, {"passed": 0.0})
+    task = Task("t", "x", {"tests": task.data["tests"][1:]})
+    assert judge(Trajectory(text="print(5)"), task) == Score(0.0, {"passed": 0.0})
 
 
 # -- images, snapshots -------------------------------------------------------------------------------

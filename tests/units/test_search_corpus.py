@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from kits.sweeps import covering
 from rondel.core.errors import ConfigError, DataError
 from rondel.generate.corpus.packages import table_passages
 from rondel.generate.corpus.passages import (
@@ -225,7 +226,8 @@ def test_tables_of_the_library_are_facts(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["tables", "python"])
+# how docstrings are read, and that repeats are dropped, is above
+@pytest.mark.parametrize("source", covering(["tables", "python"], ["tables"]))
 def test_the_command_writes_a_corpus_and_its_questions(tmp_path, capsys, source):
     pytest.importorskip("bm25s")
     from rondel.cli.search_tasks import CorpusSource, make_corpus

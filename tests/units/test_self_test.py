@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kits.runs import tiny
+from kits.sweeps import covering
 from rondel.assemble import check
 from rondel.checks import recipe_check
 from rondel.checks import self_test as room
@@ -31,7 +32,10 @@ def lines(tmp_path, **changes) -> dict[str, tuple[bool, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"loop__updates_per_step": 2}, {"model__dtype": "bfloat16"}, {"algo__kind": "ppo"}],
+    covering(
+        SOUND := [{}, {"loop__updates_per_step": 2}, {"model__dtype": "bfloat16"}, {"algo__kind": "ppo"}],
+        [SOUND[2], SOUND[3]],
+    ),
     ids=["one", "two updates", "bf16", "with a critic"],
 )
 def test_a_sound_recipe_passes(tmp_path, changes):

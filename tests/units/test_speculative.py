@@ -109,7 +109,7 @@ def test_agreeing():
     ("temperature", "k"), covering(product((0.0, 0.3, 0.7), (1, 4, 9)), [(0.0, 4), (0.3, 9), (0.7, 1)])
 )
 def test_look_ups_change_no_token(temperature, k):
-    requests = [ask(echoing(i, 3 + 7 * i), key=i, n=60, temperature=temperature) for i in range(6)]
+    requests = [ask(echoing(i, 3 + 7 * i), key=i, n=40, temperature=temperature) for i in range(5)]
     requests += [ask(echoing(3, 24), key=10 + i, n=(1, 2, 40)[i], temperature=temperature, top_p=0.9) for i in range(3)]
     plain = asyncio.run(all_of(engine(MODEL), requests))
     e = looking_up(k=k)
@@ -123,7 +123,7 @@ def test_look_ups_change_no_token(temperature, k):
             assert c.logprobs == pytest.approx(stated[len(request.tokens) - 1 :], abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt2"])
+@pytest.mark.parametrize("kind", covering(["gemma3_text", "gpt2"], ["gemma3_text"]))
 def test_windows_and_other_families(kind):
     how = {
         "gemma3_text": SIZE | dict(head_dim=16, sliding_window=12, layer_types=["sliding_attention", "full_attention"]),
@@ -138,7 +138,7 @@ def test_windows_and_other_families(kind):
 
 @pytest.mark.slow
 def test_groups_whose_prompt_is_shared():
-    requests = [ask(echoing(g, 60), key=100 * g + i, n=50, temperature=0.4) for g in range(3) for i in range(5)]
+    requests = [ask(echoing(g, 60), key=100 * g + i, n=40, temperature=0.4) for g in range(2) for i in range(4)]
     e = looking_up()
     same(asyncio.run(all_of(e, requests)), asyncio.run(all_of(engine(MODEL), requests)))
     assert e.scheduler.reused > 0 and e.speculation.accepted > 0
@@ -201,12 +201,12 @@ def test_every_length_ends_where_it_should():
 
 @pytest.mark.slow
 def test_what_changes_logits_or_asks_for_more_is_decoded_plainly():
-    p, how = echoing(2, 30), dict(key=1, n=40, temperature=0.2)
+    p, how = echoing(2, 30), dict(key=1, n=24, temperature=0.2)
     e = looking_up()
     asyncio.run(e.generate(ask(p, **how)))
     assert (rounds := e.speculation.rounds) > 0
     for request in (
-        ask(p, **how, repetition_penalty=1.01), ask(p, **how, logit_bias={7: 0.01}), ask(p, **how, min_tokens=40),
+        ask(p, **how, repetition_penalty=1.01), ask(p, **how, logit_bias={7: 0.01}), ask(p, **how, min_tokens=24),
         replace(ask(p, **how), wants=frozenset({"raw_logprobs"})), replace(ask(p, **how, top_k=5), wants=frozenset({"support"})),
     ):  # fmt: skip
         same([asyncio.run(e.generate(request))], [asyncio.run(engine(MODEL).generate(request))])
@@ -234,9 +234,9 @@ def test_a_continuation_goes_on():
 
 @pytest.mark.slow
 def test_oversubscribed_pages_change_no_token():
-    requests = [ask(echoing(10 + i, 10 + i % 7), key=i, n=40, temperature=0.3) for i in range(30)]
+    requests = [ask(echoing(10 + i, 10 + i % 7), key=i, n=40, temperature=0.3) for i in range(16)]
     free = asyncio.run(all_of(engine(MODEL), requests))
-    tight = looking_up(kv_pages=150)
+    tight = looking_up(kv_pages=80)
     assert sum(len(r.tokens) + 40 for r in requests) >= 10 * tight.pages.count
     same(asyncio.run(asyncio.wait_for(all_of(tight, requests), 60)), free)
     assert tight.scheduler.retracted > 0 and tight.speculation.accepted > 0
@@ -297,7 +297,7 @@ def test_abort_and_a_caller_that_leaves():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MOES)
+@pytest.mark.parametrize("kind", covering(MOES, ["deepseek_v3"]))  # how others route: tests/units/test_routing.py
 def test_routes_are_those_of_the_tokens_that_stayed(kind):
     model = tiny(kind, **MOES[kind])
     given = echoing(3, 24)
@@ -350,10 +350,10 @@ SAMPLINGS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("how", covering(SAMPLINGS, SAMPLINGS[2:]), ids=str)
 def test_sequences_have_the_targets_distribution(how):
-    """2,000 samples behind one prompt against the product of exact conditionals: their first
+    """1,200 samples behind one prompt against the product of exact conditionals: their first
     four tokens, of which up to three are guessed.
     """
-    model, given, n = tiny(), prompt(1, 6), 2000
+    model, given, n = tiny(), prompt(1, 6), 1200
     with torch.no_grad():
         model.head.weight.mul_(0.25)
     s = Sampling(max_tokens=5, ignore_eos=True, **how)
@@ -476,8 +476,8 @@ def test_a_draft_that_is_the_model_is_always_right():
 )
 def test_stored_logprobs_are_the_targets(how):
     draft = tiny("llama", **LITTLE)
-    requests = [ask(prompt(i % 3, 5 + 9 * (i % 3)), key=i, n=40, **how) for i in range(9)]
-    tight = drafted(MODEL, draft, kv_pages=120, prefill_tokens=16)
+    requests = [ask(prompt(i % 3, 5 + 9 * (i % 3)), key=i, n=24, **how) for i in range(6)]
+    tight = drafted(MODEL, draft, kv_pages=70, prefill_tokens=16)
     done = asyncio.run(all_of(tight, requests))
     assert tight.scheduler.retracted > 0 and tight.speculation.rounds > 0
     s = requests[0].sampling
@@ -526,7 +526,7 @@ def test_what_the_draft_knows_is_what_it_would_compute(pages):
     e.speculation.record_step = noting
 
     async def main():
-        jobs = [asyncio.create_task(e.generate(ask(prompt(i, 12), key=i, n=60, temperature=0.0))) for i in range(6)]
+        jobs = [asyncio.create_task(e.generate(ask(prompt(i, 12), key=i, n=60, temperature=0.0))) for i in range(4)]
         written = lambda n: until(e, lambda: any(live.written > n for live in e.scheduler.running))  # noqa: E731
         await written(15)
         e.speculation.pays.k = 0
@@ -540,7 +540,7 @@ def test_what_the_draft_knows_is_what_it_would_compute(pages):
     asyncio.run(main())
     assert {version for version, _, _ in rounds} == {0, 1} and e.speculation.accepted > 20
     assert pages > 100 or e.scheduler.retracted > 0
-    for version, tokens, guess in rounds[::3]:
+    for version, tokens, guess in rounds[::7]:
         best = plain_logits(weights_by_version[version], tokens + guess)[len(tokens) - 1 : -1].argmax(-1)
         assert guess == best.tolist()
     quiet(e)

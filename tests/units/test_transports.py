@@ -95,11 +95,9 @@ MODELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(  # every transport with tensors of two bytes and odd sizes; tied ones by each kind of carrier
+@pytest.mark.parametrize(  # every transport with tensors of two bytes and odd sizes; tied ones once
     ("kind", "name"),
-    covering(
-        product(KINDS, MODELS), [*product(KINDS, ["bf16"]), ("tensor", "llama"), ("ipc", "tied"), ("disk", "tied")]
-    ),
+    covering(product(KINDS, MODELS), [*product(KINDS, ["bf16"]), ("disk", "tied")]),
 )
 def test_the_same_bits_arrive(kind, name, tmp_path):
     model = MODELS[name]()
@@ -122,7 +120,9 @@ def test_the_same_bits_arrive(kind, name, tmp_path):
 APART = ["ipc", "distributed", "named", "disk", "delta"]
 
 
-@pytest.mark.parametrize("kind", covering(APART, APART[:3]))  # files are the same to every process
+@pytest.mark.parametrize(
+    "kind", covering(APART, APART[1:3])
+)  # files are the same to every process; ipc: in every run of test_engines.py
 @pytest.mark.slow
 def test_two_engines_in_processes_of_their_own(kind, tmp_path):
     """And after the end no process, port or segment is left."""
@@ -136,7 +136,7 @@ def test_two_engines_in_processes_of_their_own(kind, tmp_path):
     ):
 
         async def main():
-            for version in (1, 2, 3):
+            for version in (1, 2):
                 trainer.train()
                 assert await sync(trainer, a, b) == version
                 for e in (a, b):
@@ -217,9 +217,12 @@ def spoil(kind, what, route, folder):
 FAULTS = ["flipped", "truncated", "reordered", "another", "gone"]
 
 
-@pytest.mark.parametrize(  # all of them in memory and in files; what is named or a difference is read alike
+@pytest.mark.parametrize(  # all of them in memory; in files what differs there
     ("kind", "what"),
-    covering(product(BESIDE, FAULTS), [*product(["ipc", "disk"], FAULTS), ("named", "flipped"), ("delta", "flipped")]),
+    covering(
+        product(BESIDE, FAULTS),
+        [*product(["ipc"], FAULTS), *product(["disk"], ["flipped", "another", "gone"]), ("delta", "flipped")],
+    ),
 )
 @pytest.mark.slow
 def test_faulty_data_leaves_the_old_version_serving(kind, what, tmp_path):
@@ -295,7 +298,7 @@ def test_messages_repeated_or_missing(kind, tmp_path):
     close(trainer, first)
 
 
-@pytest.mark.parametrize("kind", covering(BESIDE, ["ipc", "delta"]))
+@pytest.mark.parametrize("kind", covering(BESIDE, ["delta"]))
 @pytest.mark.slow
 def test_the_engine_decodes_until_the_commit(kind, tmp_path):
     """Staged beside, a pause only for the commit; the same tokens as with a pause
@@ -393,11 +396,14 @@ MIXTURES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [
-        *((kind, "qwen3_moe") for kind in ("disk", "delta", "distributed", "ipc")),
-        ("disk", "mixtral"),
-        ("delta", "minimax_m2"),
-    ],
+    covering(
+        [
+            *((kind, "qwen3_moe") for kind in ("disk", "delta", "distributed", "ipc")),
+            ("disk", "mixtral"),
+            ("delta", "minimax_m2"),
+        ],
+        [("distributed", "qwen3_moe"), ("ipc", "qwen3_moe"), ("disk", "mixtral"), ("delta", "minimax_m2")],
+    ),
 )
 def test_a_mixture_leaves_under_the_names_of_its_checkpoints(kind, name, tmp_path):
     """What other programs read has names, shapes and bits of `save_pretrained`; the engine

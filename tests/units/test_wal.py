@@ -6,6 +6,7 @@ import asyncio
 import copy
 import tracemalloc
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from kits.engine import SIZE, all_of, ask, engine, prompt, publish_in_place, tiny
 from kits.runs import run, run_and_die
+from kits.sweeps import covering
 from kits.token_log import BIG, asked, counted, dies, rows, said, serving, two_versions
 from rondel.core.types import Request, sample_key
 from rondel.generate.engine.resumption import generate_until_done
@@ -233,6 +235,7 @@ def test_what_the_log_cannot_bring_back_is_drawn_again(tmp_path):
     assert len(list(e.log.recall_tokens(r.key, e.log.context_hash(r.tokens)))) == 24
 
 
+WAYS = {"plain": {}, "retracted": {"kv_pages": 90, "max_running": 4}, "chunked": {"prefill_tokens": 4}}
 MIXTURES = {
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 8},
     "qwen3_moe": {
@@ -258,15 +261,14 @@ def routed(siblings: int = 2) -> list[Request]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how", [{}, {"kv_pages": 90, "max_running": 4}, {"prefill_tokens": 4}], ids=["plain", "retracted", "chunked"]
+    ("kind", "how"), covering(product(MIXTURES, WAYS), [("mixtral", "retracted"), ("qwen3_moe", "chunked")])
 )
-@pytest.mark.parametrize("kind", MIXTURES)
 def test_a_mixture_goes_on_with_the_routes_that_were_recorded(tmp_path, kind, how):
     """Two crashes, the second of samples that had come back from the first: every route as if
     nothing had happened, and nothing drawn twice.
     """
     model = tiny(kind, **SIZE, **MIXTURES[kind])
-    how = {"routes": True, **how}
+    how = {"routes": True, **WAYS[how]}
     whole = asyncio.run(all_of(serving(tmp_path / "other", model, **how), routed()))
     asyncio.run(dies(serving(tmp_path / "wal", model, **how), routed()[:4], 6))
     asyncio.run(dies(serving(tmp_path / "wal", model, **how), routed()[:4], 13))
@@ -364,14 +366,14 @@ def test_a_killed_run_of_a_mixture_trains_the_routes_of_one_that_was_left_alone(
     """
     how = {
         "model__path": {"random": "qwen3_moe", **SIZE, **MIXTURES["qwen3_moe"]},
-        "engine__sampling": {"max_tokens": 24}, "loop__warmup__steps": 2, "loop__steps": 4, "run__checkpoint__every": 2, "task__eval__n": 2,
+        "engine__sampling": {"max_tokens": 12}, "loop__warmup__steps": 2, "loop__steps": 3, "run__checkpoint__every": 2, "task__eval__n": 2,
     }  # fmt: skip
     run(tmp_path / "whole", **how)
     assert run_and_die(tmp_path / "run", ("GroupFinished", 2 * 8 + 2 * 4 + 2), **how) == -9
     log = TokenLog(tmp_path / "run" / "wal" / "engine-0")
     assert any(segment._known for earlier in log._lost for segment in earlier.segments)
     run(tmp_path / "run", **how)
-    for n in range(3, 7):
+    for n in range(3, 6):
         mine, theirs = (store.read_step(tmp_path / name, n) for name in ("run", "whole"))
         for a, b in zip(mine, theirs, strict=True):
             assert (a["tokens"], a["versions"]) == (b["tokens"], b["versions"]) and np.array_equal(

@@ -110,12 +110,11 @@ def variants():
 @pytest.mark.slow
 @pytest.mark.parametrize("row", list(variants()))
 def test_a_row_is_its_formula_one_token_at_a_time(row):
-    for seed in (7, 8):
-        batch = Ragged.make(LENGTHS, seed)
-        loss, gradient, _ = batch.loss(row)
-        wanted, wanted_gradient = naive(row, batch)
-        assert wanted_gradient.abs().max() > 1e-4, "the case must tell something"
-        assert abs(float(loss - wanted)) <= 1e-10 and near(gradient, wanted_gradient)
+    batch = Ragged.make(LENGTHS, 7)
+    loss, gradient, _ = batch.loss(row)
+    wanted, wanted_gradient = naive(row, batch)
+    assert wanted_gradient.abs().max() > 1e-4, "the case must tell something"
+    assert abs(float(loss - wanted)) <= 1e-10 and near(gradient, wanted_gradient)
 
 
 def test_the_terms_are_what_they_are_called_and_carry_no_gradient():
@@ -207,7 +206,7 @@ def test_demonstrations_teach_where_the_policy_never_succeeds():
     def train(guided: bool) -> float:
         logits = tensor(0.0, 0.0, -5.0).requires_grad_()
         optimizer = torch.optim.SGD([logits], lr=2.0)
-        for _ in range(400):
+        for _ in range(100):
             logp = logits.log_softmax(0)
             picked = logp[[0, 1, 2]] if guided else logp[[0, 1, 0]]
             rewards = tensor(0, 0, 1) if guided else tensor(0, 0, 0)
