@@ -32,19 +32,27 @@ def test_the_site_builds_and_its_links_lead_somewhere(tmp_path):
 
 
 SHELL = """
-import json, sys
+import asyncio, json, sys
 from IPython.core.interactiveshell import InteractiveShell
-shell = InteractiveShell.instance()
-for book in json.load(open(sys.argv[1])):
-    for cell in book:
-        shell.run_cell(cell).raise_error()
-    shell.reset()
+
+
+async def run():
+    shell = InteractiveShell.instance()
+    for book in json.load(open(sys.argv[1])):
+        for cell in book:
+            shell.run_cell(cell).raise_error()
+        shell.reset()
+
+
+asyncio.run(run())
 """
 
 
 @pytest.mark.slow
 def test_notebooks_run(tmp_path, monkeypatch):
-    """One after the other in the shell of a kernel, in a process that has torch; none sees the names of the one before."""
+    """One after the other as a kernel runs them, inside a running event loop, in a process that has torch; none sees the
+    names of the one before.
+    """
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("IPython")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
