@@ -25,7 +25,9 @@ CASES = [
     (Mesh(pp=2, tp=2, overlap=True), "tied"),
     (Mesh(pp=2, chunks=2, tp=2, overlap=True), "deep"),
 ]
-CHOSEN = [*((RING, kind) for kind in ("gemma2", "gpt_oss")), CASES[8], CASES[11], CASES[14]]
+# experts with biases; more than two ranks. Stages are below; shards beside tp in test_expert_parallel.py; gemma2 is tied with
+# more norms, and they see whole rows
+CHOSEN = [(RING, "gpt_oss"), CASES[8]]
 
 
 def _same_gradient(every, kind, algo, near, **how):
@@ -33,7 +35,7 @@ def _same_gradient(every, kind, algo, near, **how):
     alone = Rank(0)
     alone.make(kind, algo=algo)
     every.make(kind, algo=algo, **how)
-    for groups, micro_tokens in ((awkward_groups()[3:], 2), (awkward_groups(), 10**6)):
+    for groups, micro_tokens in ((awkward_groups()[1::3], 2), (awkward_groups(), 10**6)):
         b = batch(groups, algo)
         whole = alone.gradient(copy.deepcopy(b), algo)
         assert np.linalg.norm(whole) > 1e-3
@@ -53,7 +55,7 @@ def test_what_is_computed_again_is_gathered_again(ranks, recompute):
     _same_gradient(ranks(Mesh(pp=2, tp=2, overlap=True)), "tied", row("grpo"), 1e-6, recompute=recompute)
 
 
-@pytest.mark.parametrize("dtype", covering(["float32", "bfloat16"], ()))  # a run on a ring is in test_mesh_runs.py
+@pytest.mark.parametrize("dtype", covering(["float32", "bfloat16"], ()))  # a run on a ring is in test_format_mesh.py
 def test_steps_end_where_one_rank_ends(ranks, dtype, tmp_path):
     """With a critic in fp32; checkpoints go to one rank and back."""
     algo = row("ppo", kl={"coef": 0.05}) if dtype == "float32" else row("grpo")

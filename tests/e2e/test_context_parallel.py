@@ -35,9 +35,8 @@ EVERY = [
 ]
 COVERING = [
     *((CP, "llama", lengths) for lengths in LENGTHS),
-    *((CP, kind, "mixed") for kind in FAMILIES[1:]),
+    *((CP, kind, "mixed") for kind in FAMILIES[1:]),  # beside shards: test_expert_parallel.py
     (CP, "qwen3_5_text", "family"),  # a state that is shared, and goes on in what is whole
-    (BESIDE[0], "mixtral", "mixed"),
 ]
 
 
@@ -71,7 +70,7 @@ def test_any_mixture_of_lengths_has_the_gradient_of_one_rank(ranks, one, mesh, k
     (algo, b, whole), every = one(kind, lengths), ranks(mesh)
     every.make(kind, algo=algo)
     assert np.linalg.norm(whole) > 1e-3
-    for micro_tokens in (60, 10**6):
+    for micro_tokens in (60, 10**6) if kind == "llama" else (10**6,):  # whole and long ones in rows apart; in one row
         for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
             assert apart(got, whole) <= (2e-6 if kind == "qwen3_5_text" else 1e-6)
 

@@ -175,7 +175,7 @@ def test_a_power_cut_at_any_moment_leaves_the_last_checkpoint(whole, tmp_path, m
 # -- killed, full, and read-only ---------------------------------------------------------------------
 
 MOMENTS = 20
-MANY_TIMES = pytest.mark.parametrize("times", covering([5, MOMENTS], [5]))
+MANY_TIMES = pytest.mark.parametrize("times", covering([3, MOMENTS], [3]))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from kits import engine as plain
 from kits.engine import all_of, engine, idle, prompt, twin, watched
 from kits.engine_ranks import EncodedEngines, same_answers
 from kits.runs import check, events, final
+from kits.sweeps import covering
 from kits.sync import Publisher, wrote
 from kits.vision import MUTUAL, ask, image, model, recipe, stream
 from kits.workers import children
@@ -69,7 +70,8 @@ def looking(m):
     return [ask(*g, key=31 + i, temperature=float(i % 2)) for i, g in enumerate(given * 2)]
 
 
-@pytest.mark.parametrize("kind", [KIND, "qwen3_vl", "gemma3", MUTUAL, "smolvlm"])
+# towers of gemma3 and smolvlm have no path of their own here; features between layers, and tokens that see each other, have
+@pytest.mark.parametrize("kind", covering([KIND, "qwen3_vl", "gemma3", MUTUAL, "smolvlm"], [KIND, "qwen3_vl", MUTUAL]))
 def test_tokens_and_features_are_those_of_one_process(of, kind):
     e, m = of(kind, prefill_tokens=7)
     lead, one = e.runner.eyes.encoder, engine(m, prefill_tokens=7)
@@ -387,7 +389,7 @@ def test_an_encoder_that_is_killed_is_named(tmp_path):
 
 
 SMALL = {
-    "place.kind": "split", "place.threads": 1, "model.vision": {"tower": "trained"}, "loop.steps": 3,
+    "place.kind": "split", "place.threads": 1, "model.vision": {"tower": "trained"}, "loop.steps": 2,
     "loop.warmup.steps": 0, "loop.groups_per_step": 4, "algo.group_size": 4, "task.data.size": 24, "task.data.holdout": 4,
     "run.sinks": [], "run.checkpoint.every": 0,
 }  # fmt: skip
@@ -398,7 +400,7 @@ def test_a_run_with_pictures_learns_what_it_does_with_one_process(tmp_path):
     for name, engines in (("one", {}), ("two", {"encoders": 1})):
         changes = {"run.folder": str(tmp_path / name), "place.engines": engines}
         train(Job.read(RECIPE, {**SMALL, **changes}), quiet=True)
-    one, two = (check(tmp_path / name, staleness=0, total=3) for name in ("one", "two"))
+    one, two = (check(tmp_path / name, staleness=0, total=2) for name in ("one", "two"))
     assert [row["tokens"] for row in one] == [row["tokens"] for row in two] and all(row["media"] for row in two)
     assert all(e["probe_gap"] < 1e-5 for e in events(tmp_path / "two", "Synced"))
     a, b = (final(tmp_path / name) for name in ("one", "two"))

@@ -62,7 +62,7 @@ def owners(e):
     return found
 
 
-@pytest.mark.parametrize("kind", covering(MIXTURES, ["mixtral", "qwen3_next"]))
+@pytest.mark.parametrize("kind", covering(MIXTURES, ["qwen3_next"]))  # pages and states; pages alone: below
 def test_tokens_routes_and_updates_are_those_of_one_process(engines, kind):
     """Before and after updates in the middle of answers: tokens, experts of each request, logprobs to 1e-5."""
     settings = {"kv_pages": 256, "routes": True}
@@ -293,12 +293,12 @@ def test_a_run_learns_what_it_does_with_one_process(tmp_path):
         "model__path": model,
         "place__kind": "split",
         "loop__warmup__steps": 0,
-        "loop__steps": 3,
+        "loop__steps": 2,
         "place__patience": 10.0,
     }
     run(tmp_path / "one", **how)
     run(tmp_path / "two", **how, place__engines={"dp": 2, "ep": 2})
-    one, two = (check(tmp_path / name, staleness=0, total=3) for name in ("one", "two"))
+    one, two = (check(tmp_path / name, staleness=0, total=2) for name in ("one", "two"))
     assert [row["tokens"] for row in one] == [row["tokens"] for row in two]
     assert all(e["probe_gap"] < 1e-5 for e in events(tmp_path / "two", "Synced"))
     a, b = (final(tmp_path / name) for name in ("one", "two"))

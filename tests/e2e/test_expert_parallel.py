@@ -60,7 +60,9 @@ def one():
         if (kind, routes) not in known:
             algo, alone = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02}), Rank(0)
             alone.make(kind, algo=algo, replay_routes=routes != "own")
-            few, b = (routed(batch(groups, algo), alone, routes) for groups in (awkward_groups()[3:], awkward_groups()))
+            few, b = (
+                routed(batch(groups, algo), alone, routes) for groups in (awkward_groups()[1::3], awkward_groups())
+            )
             known[kind, routes] = algo, *((x, alone.gradient(copy.deepcopy(x), algo)) for x in (few, b))
         return known[kind, routes]
 
@@ -86,11 +88,12 @@ def same_gradient(every, kind: str, routes: str, algo, few, all_of_them) -> None
 
 EACH = [(EP, kind, routes) for kind in KINDS for routes in ("own", *ROUTES)]
 FEW = [*((WIDE, kind, "own") for kind in KINDS), (WIDE, "mixtral", "starved")]  # the same cuts on more ranks
-# every kind, every record of routes (which replaces what a router chose, whatever chose it), and the cuts on more ranks
+# every kind of experts (qwen3_moe has those of mixtral, deepseek_v3 is below), and every record of routes, which replaces
+# what a router chose, whatever chose it; starved: on more ranks
 COVERING = [
-    *((EP, kind, "own") for kind in KINDS),
-    *((EP, "mixtral", routes) for routes in ROUTES),
-    *((WIDE, kind, routes) for kind, routes in (("mixtral", "starved"),)),
+    (EP, "gpt_oss", "own"),
+    (EP, "mixtral", "skewed"),
+    (WIDE, "mixtral", "starved"),
 ]
 
 
@@ -103,19 +106,16 @@ BESIDE = [(mesh, routes) for mesh in SHARED for routes in ("own", "starved")]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "routes"), covering(BESIDE, [case for case in BESIDE if case[1] == "starved"]), ids=str
-)
+    ("mesh", "routes"), covering(BESIDE, [(mesh, "starved") for mesh in SHARED[1:3]]), ids=str
+)  # cp without shards has a path less; in stages: computed again, and steps, below; stages of shards: test_mesh.py
 def test_beside_other_axes_they_have_it_too(ranks, one, mesh, routes):
     """And whole, where a stage of a pipeline repeats the routes of its own layers."""
     same_gradient(ranks(mesh), "mixtral", routes, *one("mixtral", routes))
 
 
 BOTH = [(mesh, kind, routes) for mesh in TWINS for kind in KINDS for routes in ("own", "starved")]
-PLAIN = [
-    *((TWINS[0], kind, "own") for kind in ("gpt_oss", "mixtral")),  # deepseek_v3 below, qwen3_moe is mixtral's experts
-    (TWINS[1], "deepseek_v3", "own"),
-    (TWINS[3], "mixtral", "starved"),
-]
+# without sp, and among shards; kinds of experts: above
+PLAIN = [(TWINS[1], "deepseek_v3", "own"), (TWINS[3], "mixtral", "starved")]
 
 
 @pytest.mark.parametrize(("mesh", "kind", "routes"), covering(BOTH, PLAIN), ids=str)
@@ -123,7 +123,7 @@ def test_beside_tensor_parallel_they_have_it_too(ranks, one, mesh, kind, routes)
     same_gradient(ranks(mesh), kind, routes, *one(kind, routes))
 
 
-@pytest.mark.parametrize("mesh", covering([EP, *TWINS], [EP, TWINS[0], TWINS[3]]), ids=str)
+@pytest.mark.parametrize("mesh", covering([EP, *TWINS], [TWINS[3]]), ids=str)  # over both axes at once
 def test_what_travels_to_experts_elsewhere_is_what_the_routes_say(ranks, mesh):
     """A row of H numbers there and one back for each expert of a token that another rank has, forward and backward; of
     ranks that have the same rows, each sends its run.
@@ -157,8 +157,11 @@ def test_a_mixture_that_looks_has_it_too(ranks):
     algo, alone, every = row("grpo"), Rank(0), ranks(EP)
     b = batch(groups_with_images(looking("qwen3_vl_moe")), algo)
     alone.make("qwen3_vl_moe", algo=algo)
-    found = b, alone.gradient(copy.deepcopy(b), algo)
-    same_gradient(every, "qwen3_vl_moe", "own", algo, found, found)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    assert np.linalg.norm(whole) > 1e-3
+    every.make("qwen3_vl_moe", algo=algo)
+    for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=40):
+        assert apart(got, whole) <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -199,7 +202,7 @@ def test_steps_end_where_one_rank_ends(ranks, mesh, dtype, tmp_path):
         assert told["train/grad_norm"] > how["clip"] and "train/expert_load_imbalance" in told
 
 
-@pytest.mark.parametrize("mesh", covering([EP, WIDE, TWINS[0], TWINS[2]], [TWINS[2]]), ids=str)
+@pytest.mark.parametrize("mesh", covering([EP, WIDE, TWINS[0], TWINS[2]], [TWINS[0]]), ids=str)  # shards: test_mesh.py
 def test_weights_flow_to_an_engine_of_any_layout(ranks, mesh):
     every = ranks(mesh)
     every.make("mixtral")

@@ -36,7 +36,9 @@ def rollouts(kind: str, seed: int = 0):
     return drawn_groups(flow(**FLOWS[kind]), LENGTHS, seed)
 
 
-@pytest.mark.parametrize(("mesh", "kind"), covering(CASES, [*CASES[:4], CASES[6]]), ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "kind"), covering(CASES, [CASES[1], CASES[3], CASES[6]]), ids=str
+)  # videos: replicas and cp
 def test_any_mesh_has_the_gradient_of_one_rank(ranks, mesh, kind):
     """Of a Flow-GRPO step with a reference; in one micro-batch and in many, layers computed again or kept."""
     exact = {"kind": "closed_form"} if mesh is SHARDS else {}
@@ -53,7 +55,7 @@ def test_any_mesh_has_the_gradient_of_one_rank(ranks, mesh, kind):
             assert apart(got, whole) <= 1e-6
 
 
-@pytest.mark.parametrize("mesh", covering([CP, Mesh(shards=2, cp=2)], [Mesh(shards=2, cp=2)]), ids=str)
+@pytest.mark.parametrize("mesh", covering([CP, Mesh(shards=2, cp=2)], [CP]), ids=str)  # shards over the ranks of cp
 def test_steps_end_where_one_rank_ends(ranks, mesh, tmp_path):
     """Metrics, masters, and what is published; a checkpoint of the mesh resumes on one rank, and the reverse."""
     algo, alone, every = row("grpo"), Rank(0), ranks(mesh)
@@ -87,13 +89,13 @@ def test_a_run_of_videos_over_a_mesh(tmp_path, place):
         task__reward={"kind": "near", "points": [[1.0] * 144], "width": 9.0},
         place__kind=place,
         place__mesh={"cp": 2},
-        loop__steps=2,
-        loop__warmup__steps=2,
+        loop__steps=1,
+        loop__warmup__steps=1,
         trainer__memory__recompute="layers",
     )
-    check(tmp_path / "run", staleness=0, total=4)
+    check(tmp_path / "run", staleness=0, total=2)
     done = [e["metrics"] for e in events(tmp_path / "run", "StepDone")]
-    assert all(m["train/gap_max"] < 1e-5 and m["train/grad_norm"] > 0 for m in done[2:])
+    assert all(m["train/gap_max"] < 1e-5 and m["train/grad_norm"] > 0 for m in done[1:])
 
 
 def test_a_rank_receives_the_bytes_of_the_plan(capsys):

@@ -19,9 +19,9 @@ LONG = {
     "engine__sampling": {"max_tokens": 16},
     "engine__max_running": 10,
     "loop__warmup__steps": 0,
-    "loop__steps": 5,
+    "loop__steps": 4,
 }  # some run while others wait
-SHORT = {"loop__warmup__steps": 2, "loop__steps": 4}
+SHORT = {"loop__warmup__steps": 1, "loop__steps": 3}
 MODES = {
     "synchronous": {},
     "one step stale, hold": {"loop__max_staleness": 1, **TIS, **LONG},
@@ -33,7 +33,7 @@ MODES = {
 ROWS = ["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "reinforce_pp"]
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", covering(MODES, MODES.keys() - {"two updates"}))  # two updates: stale, too
 def test_a_mode_completes_and_keeps_its_lag(tmp_path, name):
     changes = SHORT | MODES[name]
     staleness = changes.get("loop__max_staleness", 0)
@@ -58,11 +58,12 @@ def test_a_mode_completes_and_keeps_its_lag(tmp_path, name):
         assert all(m["train/ratio_max_deviation"] == 0 for m in metrics)
 
 
-# one of each kind of advantage; ppo and reinforce_pp are in the next test, grpo in those above, dr_grpo is rloo but for a factor
-@pytest.mark.parametrize("kind", covering(ROWS, {"dapo", "rloo", "reinforce"}))
+# one of each kind of advantage; ppo and reinforce_pp are in the next test, grpo in those above, dr_grpo is rloo but for a
+# factor, dapo grpo but for filters and overlong shaping, which tests/units and law 3 have
+@pytest.mark.parametrize("kind", covering(ROWS, {"rloo", "reinforce"}))
 def test_a_row_trains_for_a_few_steps(tmp_path, kind):
     run(tmp_path, algo__kind=kind, **SHORT, task__reward="kits.rewards:parity")
-    rows = [r for r in check(tmp_path, staleness=0, total=6) if r["trained_at"] >= 2]
+    rows = [r for r in check(tmp_path, staleness=0, total=4) if r["trained_at"] >= 1]
     roots = [e["root"] for e in events(tmp_path, "Synced")]
     assert len(set(roots)) > 2
     rewards = {r["reward"] for r in rows}
@@ -89,12 +90,12 @@ def test_rows_that_look_along_time_are_whitened_over_the_step(tmp_path, kind):
         tmp_path,
         algo__kind=kind,
         algo__group_size=2,
-        loop__warmup__steps=2,
+        loop__warmup__steps=1,
         loop__steps=2,
         loop__updates_per_step=2,
         task__reward="kits.rewards:parity",
     )
-    for step in (3, 4):
+    for step in (2, 3):
         values = [a for r in store.read_step(tmp_path, step) for a, m in zip(r["advantages"], r["mask"]) if m]
         assert sum(values) == pytest.approx(0.0, abs=1e-4) and sum(a * a for a in values) == pytest.approx(
             len(values) - 1, rel=1e-4

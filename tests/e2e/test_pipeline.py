@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 
 import pytest
 import tomli_w
 
+from kits.forked import Forked
 from kits.runs import FAST, RECIPE, events
 from rondel.cli import main
 from rondel.core.config.toml_reader import set_dotted
+from rondel.pipeline import pipeline_run
 from rondel.pipeline.pipeline_file import read_pipeline
 from rondel.pipeline.pipeline_record import PipelineRecord
 from rondel.pipeline.pipeline_run import log_of, prepare_stage
@@ -21,7 +24,7 @@ from rondel.pipeline.stage_result import last_step
 
 
 @pytest.mark.slow
-def test_a_stage_ends_with_its_pipeline_and_the_command_goes_on(tmp_path, capfd):
+def test_a_stage_ends_with_its_pipeline_and_the_command_goes_on(tmp_path, capfd, monkeypatch):
     shared: dict = {}
     for dotted, value in FAST.items():
         set_dotted(shared, dotted, value)
@@ -43,6 +46,11 @@ def test_a_stage_ends_with_its_pipeline_and_the_command_goes_on(tmp_path, capfd)
     done = last_step(stage.folder)
     assert done is not None and 0 < done[0] < 20 and events(stage.folder, "Checkpointed")[-1]["step"] == done[0]
 
+    def start(words, log, out, cores=()):
+        with log.open("a") as said:
+            return Forked(words, stdout=said, stderr=subprocess.STDOUT)
+
+    monkeypatch.setitem(pipeline_run.run_pipeline.__kwdefaults__, "start", start)
     with pytest.raises(SystemExit) as end:
         main(["pipeline", str(tmp_path / "p.toml"), "--json"])
     told = capfd.readouterr()

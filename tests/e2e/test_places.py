@@ -20,20 +20,20 @@ from rondel.core.events import Event, GroupFinished, subscribe
 pytestmark = pytest.mark.slow
 
 TIS = {"algo__correction": {"kind": "importance"}}
-LONG = {"engine__sampling": {"max_tokens": 16}, "engine__max_running": 10, "loop__warmup__steps": 0, "loop__steps": 5}
+LONG = {"engine__sampling": {"max_tokens": 16}, "engine__max_running": 10, "loop__warmup__steps": 0, "loop__steps": 4}
 MODES = {
-    "synchronous": {"loop__warmup__steps": 2, "loop__steps": 4},
+    "synchronous": {"loop__warmup__steps": 1, "loop__steps": 2},
     "one step stale, drain": {"loop__max_staleness": 1, "loop__in_flight": "drain", **TIS, **LONG},
     "stale, hold": {"loop__max_staleness": 2, **TIS, **LONG},
     "stale, abort": {"loop__max_staleness": 1, "loop__in_flight": "abort", **TIS, **LONG},
 }
 
 
-EVERYWHERE = {  # every place, and modes over the wire; what is synchronous there is in test_chaos.py, what is aborted there on Ray below, what
-    # is shared in test_modes.py, and what is stale on two devices is repeated bit for bit in law 9: drained, aborted, held
+EVERYWHERE = {  # every place, and a mode over the wire; what is synchronous there is in test_chaos.py, what is aborted there on Ray below, what
+    # is shared in test_modes.py, drained, too, and what is stale on two devices is repeated bit for bit in law 9: drained, aborted, held
     ("shared", "stale, abort"),
     ("two devices", "synchronous"),
-    *(("processes", mode) for mode in MODES if mode not in ("synchronous", "stale, abort")),
+    ("processes", "stale, hold"),
 }
 
 
@@ -51,9 +51,10 @@ def test_every_mode_runs_everywhere(tmp_path, place, mode):
     assert all(m["train/gap_max"] < 1e-4 for m in metrics) or staleness
 
 
-@pytest.mark.parametrize("kind", ["disk", "delta", "distributed"])
+# delta: to an engine that is killed in test_chaos.py; distributed: where shared memory fails, below, and on Ray
+@pytest.mark.parametrize("kind", covering(["disk", "delta", "distributed"], ["disk"]))
 def test_weights_go_by_every_transport(tmp_path, kind):
-    run(tmp_path, place__kind="split", sync__kind=kind, loop__steps=3)
+    run(tmp_path, place__kind="split", sync__kind=kind, loop__warmup__steps=2, loop__steps=1)
     assert f"{kind} (set)" in json.loads((tmp_path / "card.json").read_text())["facts"]["resolved"]["sync.kind"]
     assert len({e["root"] for e in events(tmp_path, "Synced")}) > 2
 
@@ -73,16 +74,16 @@ def test_a_run_whose_shared_memory_fails_goes_on_another_way(tmp_path, monkeypat
     plain = deployment.DeploymentPlan.new_transports
 
     def with_broken_memory(plan, *within):
-        return plain(plan, *within) | {"ipc": Broken(receives=4)}
+        return plain(plan, *within) | {"ipc": Broken(receives=2)}
 
     monkeypatch.setattr(deployment.DeploymentPlan, "new_transports", with_broken_memory)
     stale = {"loop__max_staleness": staleness, **TIS} if staleness else {}
-    run(tmp_path, place__kind="split", loop__steps=8, loop__warmup__steps=0, **stale)
-    check(tmp_path, staleness=staleness, total=8)
+    run(tmp_path, place__kind="split", loop__steps=4, loop__warmup__steps=0, **stale)
+    check(tmp_path, staleness=staleness, total=4)
     said = [e["message"] for e in events(tmp_path, "Warned") if "weights cannot travel by ipc" in e["message"]]
     assert len(said) == 1 and "from now on they go by distributed" in said[0]
     served = [e["version"] for e in events(tmp_path, "Synced")]
-    assert served == sorted(served) and served[-1] == 8 and len(served) >= 8
+    assert served == sorted(served) and served[-1] == 4 and len(served) >= 4
 
 
 @pytest.mark.sweep  # runs on meshes end where one rank ends in test_mesh_runs.py, steps on two ranks in test_ranks.py
@@ -96,12 +97,12 @@ def test_two_ranks_train_what_one_does(tmp_path):
 
 
 def test_a_split_run_resumes(tmp_path):
-    """Stopped after 6 steps and continued, on other ranks and in another placement."""
-    run(tmp_path, place__kind="split", loop__steps=3)
+    """Stopped after 2 steps and continued, on other ranks and in another placement."""
+    run(tmp_path, place__kind="split", loop__warmup__steps=1, loop__steps=1)
     with pytest.raises(ConfigError, match=r"place\.kind"):
-        run(tmp_path, loop__steps=5)
-    run(tmp_path, place__kind="split", loop__steps=5)
-    assert [e["step"] for e in events(tmp_path, "StepDone")] == list(range(1, 9))
+        run(tmp_path, loop__warmup__steps=1, loop__steps=2)
+    run(tmp_path, place__kind="split", loop__warmup__steps=1, loop__steps=2)
+    assert [e["step"] for e in events(tmp_path, "StepDone")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

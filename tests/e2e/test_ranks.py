@@ -34,7 +34,7 @@ def pair(ranks):
     return ranks(Mesh(shards=2))
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", covering(MODELS, MODELS[:2]))  # a matrix that two layers share; the rest are matrices
 @pytest.mark.slow
 def test_two_ranks_have_the_gradient_of_one(pair, kind):
     algo = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
@@ -42,7 +42,7 @@ def test_two_ranks_have_the_gradient_of_one(pair, kind):
     alone.make(kind, algo=algo)
     pair.make(kind, algo=algo)
     whole = alone.gradient(copy.deepcopy(b), algo)
-    for micro_tokens in (1, 40, 10**6) if kind == "llama" else (40,):  # an odd and an even number of micro-batches
+    for micro_tokens in (60, 10**6) if kind == "llama" else (40,):  # an odd and an even number of micro-batches
         for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
             assert apart(got, whole) <= 1e-6
 
@@ -71,9 +71,8 @@ def test_whole_distributions_of_a_teacher_have_the_gradient_of_one(pair):
     bare = row("grpo")
     alone.make("llama", algo=bare)
     assert apart(alone.gradient(copy.deepcopy(b), bare), whole) > 1e-3, "the teacher is heard"
-    for micro_tokens in (40, 10**6):
-        for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
-            assert apart(got, whole) <= 1e-6
+    for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=40):
+        assert apart(got, whole) <= 1e-6
 
 
 @pytest.mark.slow
@@ -107,9 +106,8 @@ def test_the_likeliest_tokens_of_every_draw_have_the_gradient_of_one(pair):
     pair.make("llama", algo=algo)
     whole = alone.gradient(copy.deepcopy(b), algo)
     assert np.linalg.norm(whole) > 1e-3
-    for micro_tokens in (40, 10**6):
-        for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
-            assert apart(got, whole) <= 1e-6
+    for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=40):
+        assert apart(got, whole) <= 1e-6
 
 
 @pytest.mark.slow
@@ -143,16 +141,16 @@ def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
     ("kind", "dtype"),
     covering(
         [("llama", "float32"), ("tied", "float32"), ("gemma3_text", "float32"), ("llama", "bfloat16")],
-        [("llama", "bfloat16")],
+        [("llama", "float32")],
     ),
-)
-def test_three_steps_on_two_ranks_end_where_one_ends(pair, kind, dtype):
+)  # bfloat16: in stages, in test_expert_parallel.py
+def test_steps_on_two_ranks_end_where_one_ends(pair, kind, dtype):
     algo = row("ppo", kl={"coef": 0.05}) if kind == "llama" else row("grpo", kl={"coef": 0.1})
     alone = Rank(0)
     how = {"lr": 1e-3, "micro_tokens": 40, "updates_per_step": 2, "start_probe": 8}
     alone.make(kind, dtype, algo, **how)
     pair.make(kind, dtype, algo, **how)
-    for number in range(3):
+    for number in range(2):
         groups = awkward_groups(number)
         one = alone.step(batch(groups, algo), algo)
         two = pair.step(batch(groups, algo), algo)
@@ -182,7 +180,7 @@ def test_gradients_agree_at_each_step_from_equal_parameters(pair, tmp_path, mode
     algo, alone = row("grpo"), Rank(0)
     alone.make(model, algo=algo)
     pair.make(model, algo=algo)
-    for number in range(3):
+    for number in range(2):
         b = batch(awkward_groups(number), algo)
         whole = alone.gradient(copy.deepcopy(b), algo)
         assert all(apart(got, whole) <= 1e-6 for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=40))
@@ -192,13 +190,12 @@ def test_gradients_agree_at_each_step_from_equal_parameters(pair, tmp_path, mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", covering(["float32", "bfloat16"], ["bfloat16"]))
+@pytest.mark.parametrize("dtype", covering(["float32", "bfloat16"], ["float32"]))  # bfloat16: test_deferred_weights.py
 def test_a_checkpoint_of_two_resumes_on_one_and_the_reverse(pair, tmp_path, dtype):
     algo, alone = row("grpo", kl={"coef": 0.1}), Rank(0)
     alone.make("tied", dtype, algo)
     pair.make("tied", dtype, algo)
-    for number in range(2):
-        pair.step(batch(awkward_groups(number), algo), algo)
+    pair.step(batch(awkward_groups(1), algo), algo)
     pair.save(tmp_path / "two")
     alone.load(tmp_path / "two")
     np.testing.assert_array_equal(alone.masters(), pair.masters()[0])
@@ -213,14 +210,10 @@ def test_a_checkpoint_of_two_resumes_on_one_and_the_reverse(pair, tmp_path, dtyp
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[k], theirs[k]) for k in ours if k != "rng")
     pair.load(tmp_path / "one")
-    for number in range(2, 4):
-        one, two = (
-            alone.step(batch(awkward_groups(number), algo), algo),
-            pair.step(batch(awkward_groups(number), algo), algo),
-        )
-        assert two[0][1]["train/grad_norm"] == pytest.approx(
-            one[1]["train/grad_norm"], rel=1e-4 if dtype == "float32" else 0.05
-        )
+    one, two = (r.step(batch(awkward_groups(2), algo), algo) for r in (alone, pair))
+    assert two[0][1]["train/grad_norm"] == pytest.approx(
+        one[1]["train/grad_norm"], rel=1e-4 if dtype == "float32" else 0.05
+    )
     shutil.rmtree(tmp_path)
 
 
@@ -287,7 +280,7 @@ def test_what_overflows_on_one_rank_is_skipped_by_all(pair):
     """The gradient of one group is infinite in float16, and one rank alone computes it."""
     algo = row("dr_grpo")
     pair.make("llama", "float16", algo, micro_tokens=1)
-    groups = awkward_groups()
+    groups = awkward_groups()[3:]
     plain = [batch(groups, algo), batch(groups[:-1], algo)]
     for x, sign in zip(groups[-1].trajectories, (1, -1)):
         x.score = Score(sign * 1e8)
@@ -312,7 +305,7 @@ def test_what_overflows_on_one_rank_is_skipped_by_all(pair):
     ),
 )
 def test_an_adapter_has_the_gradient_of_one_rank_and_ends_where_it_ends(pair, kind, dtype):
-    """Gradients of each of three steps, and the parameters behind them; with a critic whose adapter is its own."""
+    """Gradients of each of two steps, and the parameters behind them; with a critic whose adapter is its own."""
     algo = (
         row("ppo", kl={"coef": 0.05})
         if kind == "tied + used"
@@ -321,7 +314,7 @@ def test_an_adapter_has_the_gradient_of_one_rank_and_ends_where_it_ends(pair, ki
     alone, how, exact = Rank(0), {"lr": 1e-3, "micro_tokens": 40, "start_probe": 8}, dtype == "float32"
     alone.make(kind, dtype, algo, **how)
     pair.make(kind, dtype, algo, **how)
-    for number in range(3):
+    for number in range(2):
         b = batch(awkward_groups(number), algo)
         whole = alone.gradient(copy.deepcopy(b), algo)
         assert np.linalg.norm(whole) > 1e-3

@@ -21,10 +21,11 @@ from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import WeightUpdate
 
 pytestmark = pytest.mark.slow
+FEW = {"engine__sampling": {"max_tokens": 8, "ignore_eos": True}, "algo__group_size": 2}
 
 
 def test_trainer_ranks_are_replayed_as_so_many(tmp_path):
-    run(tmp_path / "run", **{**BASE, "loop__steps": 3, "loop__oversample": 2}, place__kind="split", place__ranks=2)
+    run(tmp_path / "run", **{**BASE, **FEW, "loop__oversample": 2}, place__kind="split", place__ranks=2)
     assert any(e["version"] > min(e["born"]) for e in events(tmp_path / "run", "GroupsTaken")), "nothing was behind"
     again(tmp_path / "run", tmp_path / "again")
 

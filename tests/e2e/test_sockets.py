@@ -26,10 +26,11 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the kernel does not list its sockets here"),
 ]
 
-SPLIT = {"place__kind": "split", "loop__steps": 2, "loop__warmup__steps": 1}
+SHORT = {"loop__steps": 1, "loop__warmup__steps": 1}
+SPLIT = {"place__kind": "split", **SHORT}
 TWO = {**SPLIT, "place__ranks": 2}
 MODES = {  # what is set, and how many sockets listen at once
-    "shared": ({"loop__steps": 2, "loop__warmup__steps": 1}, 0),
+    "shared": (SHORT, 0),
     "split": (SPLIT, 0),
     "split, weights by disk": ({**SPLIT, "sync__kind": "disk"}, 0),
     # the store, and a pair a member
@@ -37,15 +38,8 @@ MODES = {  # what is set, and how many sockets listen at once
     "two ranks": (TWO, 3),
     "an engine of two processes": ({**SPLIT, "place__engines": {"tp": 2}}, 3),
     "two ranks, weights by torch.distributed": ({**TWO, "sync__kind": "distributed"}, 6),
-    "page of metrics": ({"loop__steps": 2, "loop__warmup__steps": 1, "run__sinks": "free"}, 1),
-    "gateway": (
-        {
-            "task__env": {"kind": "gateway", "agent": "kits.gateway:three_turns"},
-            "loop__steps": 2,
-            "loop__warmup__steps": 1,
-        },
-        1,
-    ),
+    "page of metrics": ({**SHORT, "run__sinks": "free"}, 1),
+    "gateway": ({**SHORT, "task__env": {"kind": "gateway", "agent": "kits.gateway:three_turns"}}, 1),
 }
 
 
@@ -112,6 +106,7 @@ def watched() -> Iterator[list[set[tuple[str, int]]]]:
 
 
 AMONG_OTHERS = {
+    "split",
     "split, weights by disk",
     "split, weights by torch.distributed",
     "two ranks",
