@@ -178,6 +178,7 @@ CURRICULUM = {"task__curriculum": {"kind": "priority"}, "run__checkpoint__every"
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # law 9 kills a run that has this among others
 def test_a_run_killed_in_its_curriculum_ends_where_the_whole_one_ends(tmp_path):
     """Law 9: the tasks of the steps after the kill are drawn by the rates of all steps before it."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
