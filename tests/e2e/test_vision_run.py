@@ -19,7 +19,7 @@ from rondel.runtime.journal import store
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "vision.toml"
 SMALL = {
-    "loop.warmup.steps": 2, "loop.steps": 3, "loop.groups_per_step": 4, "loop.warmup.groups_per_step": 8, "algo.group_size": 4,
+    "loop.warmup.steps": 2, "loop.steps": 3, "loop.groups_per_step": 2, "loop.warmup.groups_per_step": 4, "algo.group_size": 4,
     "task.data.size": 24, "task.data.holdout": 4, "place.threads": 1, "run.checkpoint.every": 2, "run.sinks": [],
 }  # fmt: skip
 

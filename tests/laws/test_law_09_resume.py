@@ -516,6 +516,9 @@ def mixes(rows: list[dict]) -> bool:
 def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, staleness):
     assert mixes(record(tmp_path / "run", staleness, loop__max_staleness=staleness, **SPLIT))
     again(tmp_path / "run", tmp_path / "again", seed=7)
+    if staleness == 1:
+        record(tmp_path / "other", 9, **SPLIT)  # or the law would hold of runs that nothing disturbs
+        assert replay.differences(tmp_path / "run", tmp_path / "other")
 
 
 @pytest.mark.slow
@@ -527,8 +530,6 @@ def test_episodes_of_several_turns(tmp_path):
     rows = record(tmp_path / "run", 6, **changes, **SPLIT)
     assert any(len(set(row["versions"])) > 2 for row in rows) and mixes(rows)
     again(tmp_path / "run", tmp_path / "again", seed=2)
-    record(tmp_path / "other", 9, **changes, **SPLIT)  # or the law would hold of runs that nothing disturbs
-    assert replay.differences(tmp_path / "run", tmp_path / "other")
 
 
 @pytest.mark.slow
