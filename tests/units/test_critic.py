@@ -78,7 +78,7 @@ def noted(t, groups, algo) -> TrainBatch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", covering(["llama", "tied", "gemma3_text"], ["gemma3_text"]))
+@pytest.mark.parametrize("kind", covering(["llama", "tied", "gemma3_text"], ["tied"]))
 def test_both_gradients_are_the_same_for_any_split(kind):
     t = learned(kind, CHARGED)
     b = noted(t, awkward_groups(), CHARGED)
@@ -109,7 +109,7 @@ def test_two_updates_move_both_alike_for_any_split():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", covering(["llama", "tied", "gemma3_text"], ["tied"]))
+@pytest.mark.parametrize("kind", covering(["llama", "tied", "gemma3_text"], ["gemma3_text"]))
 def test_both_gradients_are_those_of_the_formula(kind):
     """Token by token in float64 through plain transformers modules: values, KL in the
     reward, GAE, whitening, both losses.
@@ -485,7 +485,7 @@ def test_turns_that_pay_on_their_own_stale_and_held_to_the_start(tmp_path):
         "algo__kl": {"coef": 0.1, "target": 0.5, "horizon": 50},
         "loop__warmup__steps": 0, "loop__max_staleness": 1, "algo__correction": {"kind": "importance"},
     }  # fmt: skip
-    run(tmp_path, **{**TINY, **changes})
+    run(tmp_path, **{**TINY, **changes, "loop__steps": 4})
     metrics = [e["metrics"] for e in events(tmp_path, "StepDone")]
     assert len({m["train/kl_coef"] for m in metrics}) > 2 and all("train/explained_variance" in m for m in metrics)
     for row_ in store.read_step(tmp_path, 4):

@@ -53,6 +53,7 @@ def test_a_reward_and_a_teacher_add_up_and_a_coefficient_of_zero_is_no_teacher()
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # a run comes closer to its teacher in test_full_distill.py, whose gradient is this one's with less noise
 def test_without_any_reward_the_reverse_kl_falls_and_falls():
     loaded, teacher = model(), load_model({"random": "llama", **SMALL, **KINDS["llama"], "seed": 5}, dtype="float32")
     opd = row("opd")

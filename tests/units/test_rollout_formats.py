@@ -184,7 +184,7 @@ def test_an_engine_that_cannot_hold_codes_says_so(tmp_path, form, changes, said)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["whole", "rounded"])
+@pytest.mark.parametrize("trainer", covering(["whole", "rounded"], ["rounded"]))
 def test_an_engine_that_holds_codes_trains_the_same(tmp_path, trainer):
     """Codes that stay codes: the same tokens, so the same checkpoint, in less memory. `rounded`: as the format's name alone."""
     form, place = {"engine": "int4", "trainer": trainer}, {"place__kind": "split", "place__cluster": "local"}
