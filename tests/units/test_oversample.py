@@ -98,8 +98,8 @@ def test_taking_the_first_flatters_the_training_reward_and_is_said_aloud(tmp_pat
         "task__eval__every": 0,
     }
     run(tmp_path / "all", **LONG, **eval_, loop__steps=6, loop__groups_per_step=8)
-    run(tmp_path / "first", **LONG, **eval_, loop__steps=6, loop__groups_per_step=4, loop__oversample=4)
-    check(tmp_path / "first", staleness=0, total=6)
+    run(tmp_path / "first", **LONG, **eval_, loop__steps=10, loop__groups_per_step=4, loop__oversample=4)
+    check(tmp_path / "first", staleness=0, total=10)
     honest, flattered = mean(rewards(tmp_path / "all")), mean(rewards(tmp_path / "first"))
     scores = [events(tmp_path / name, "Evaluated")[-1]["score"] for name in ("all", "first")]
     assert scores[0] == scores[1]
