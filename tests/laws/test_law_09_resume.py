@@ -276,7 +276,7 @@ BEST = {
 }
 # The recipe, and when it is killed. Each feature alone (a sweep) says which of those beside it it is.
 TOGETHER = {
-    "an adapter, rloo with KL, two updates, cosine, bfloat16, steps valued while they are written, killed among them": (
+    "an adapter, rloo with KL, cosine, bfloat16, killed among steps that are valued": (
         {**RLOO, **VALUED, **LORA, "loop__steps": 3},
         ("GroupFinished", 4 + 2),
     ),
