@@ -62,8 +62,8 @@ def probability(loaded) -> float:
 def test_luffy_learns_a_task_on_which_the_policy_earns_nothing():
     loaded, luffy = model(), row("luffy")
     assert probability(loaded) < 1e-4
-    t = trainer(loaded, luffy, lr=6e-3, micro_tokens=400)
-    for number in range(30):
+    t = trainer(loaded, luffy, lr=3e-3, micro_tokens=400)
+    for number in range(60):
         assert step(t, batch(groups(loaded, number, guides=1), luffy), luffy).stepped
     assert probability(loaded) > 0.5
 
