@@ -96,11 +96,13 @@ def test_the_distance_to_the_reference_has_a_closed_form(tmp_path):
     assert replay.replay(tmp_path / "run", 3)["train/kl_ref"] == told[2]
 
 
+NOISED = {"task__env": {"kind": "flow", "shared_noise": True}, "loop__steps": 3, "loop__warmup__steps": 0}
+
+
 @pytest.mark.slow
 def test_the_chains_of_a_group_begin_with_one_noise(tmp_path):
-    """`shared_noise`: no two groups have the same; a killed run ends with the same bits (law 9)."""
-    how = {"task__env": {"kind": "flow", "shared_noise": True}, "loop__steps": 3, "loop__warmup__steps": 0}
-    run(tmp_path / "whole", recipe=FLOW, **how)
+    """`shared_noise`: no two groups have the same."""
+    run(tmp_path / "whole", recipe=FLOW, **NOISED)
     begins = {}
     for step in store.stored_steps(tmp_path / "whole"):
         for group in store.groups_of(store.read_step(tmp_path / "whole", step)):
@@ -108,8 +110,14 @@ def test_the_chains_of_a_group_begin_with_one_noise(tmp_path):
             assert len(firsts) == 1 and len({t.steps.drawn[-1].tobytes() for t in group.trajectories}) == 4
             begins[group.id] = firsts.pop()
     assert len(begins) == 12 and len(set(begins.values())) == 12
-    assert run_and_die(tmp_path / "cut", ("StepDone", 2), recipe=FLOW, **how) == -9
-    run(tmp_path / "cut", recipe=FLOW, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.sweep  # chains that are killed are below; noise that is shared comes from the number of the group, as its own does
+def test_the_chains_of_a_group_that_was_killed_begin_with_its_noise(tmp_path):
+    run(tmp_path / "whole", recipe=FLOW, **NOISED)
+    assert run_and_die(tmp_path / "cut", ("StepDone", 2), recipe=FLOW, **NOISED) == -9
+    run(tmp_path / "cut", recipe=FLOW, **NOISED)
     ours, theirs = final(tmp_path / "cut"), final(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

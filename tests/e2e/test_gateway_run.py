@@ -14,7 +14,10 @@ from kits.runs import check, run
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-HOW = {"loop__warmup__steps": 1, "loop__steps": 2, "run__checkpoint__every": 3}
+HOW = {
+    **{"loop__warmup__steps": 1, "loop__steps": 2, "run__checkpoint__every": 3, "loop__groups_per_step": 2},
+    "algo__group_size": 4,
+}
 
 
 def sampled(row):
@@ -33,9 +36,9 @@ def test_an_agent_is_trained_and_a_turn_computes_only_what_is_new(tmp_path):
     # masks, versions, lag, and that the trainer finds the logprobs that were recorded
     rows = check(tmp_path, staleness=0, total=3)
     mine = list(filter(sampled, rows))
-    assert len(mine) == 2 * 16 and all(turns(row) == 3 and row["mask"][-1] for row in mine)
+    assert len(mine) == 2 * 8 and all(turns(row) == 3 and row["mask"][-1] for row in mine)
     assert {row["reward"] for row in mine} <= {0.0, 1 / 3, 2 / 3, 1.0} and card
-    assert len(gateway.NOTED) >= 2 * 16
+    assert len(gateway.NOTED) >= 2 * 8
     for episode in gateway.NOTED:
         for before, now in pairwise(episode):
             assert now[1] >= before[0] + before[2] - 1, "all but the newest token of the turn before is in the cache"
@@ -58,7 +61,7 @@ def test_branches_of_an_episode_are_trained_with_its_score(tmp_path):
     """
     run(tmp_path, task__env={"kind": "gateway", "agent": "kits.gateway:compacting"}, **HOW)
     mine = list(filter(sampled, check(tmp_path, staleness=0, total=3)))
-    assert len(mine) == 2 * 16 * 3
+    assert len(mine) == 2 * 8 * 3
     for group in {row["group"] for row in mine}:
         rows = [row for row in mine if row["group"] == group]
         roots = [row for row in rows if row["parent"] is None]

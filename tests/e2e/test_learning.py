@@ -1,4 +1,4 @@
-"""Rows learn the tiny task from one supervised start: in a few steps a share of what was still wrong. The start is chaotic, so
+"""A reward is learned from random weights; rows learn the tiny task from one supervised start: in a few steps a share of what was still wrong. The start is chaotic, so
 it has another reward with other last bits: the first steps earned 0.28 to 0.74 behind 130 to 160 supervised ones, with
 torch's operations and with loops in C++. Measured from those: GRPO 0.21 to 0.28, PPO 0.12 to 0.56, an adapter over four
 bits 0.22 to 0.44; with lr = 1e-9, six runs, -0.09 to 0.05. `rondel bench rows` has every row, from several longer starts.
@@ -13,7 +13,6 @@ import pytest
 from guess import Guess
 from kits.once import made_once
 from kits.runs import RECIPE
-from kits.sweeps import covering
 from rondel.assemble import train
 from rondel.core.config.job import Job
 from rondel.runtime.journal.log import read
@@ -49,8 +48,25 @@ def start(tmp_path_factory):
     return max((folder / "checkpoints").glob("step-*"))
 
 
-# what dapo adds to the loop (refills, a reward that is shaped, a count over the step's tokens) is in laws 3 and 9
-@pytest.mark.parametrize(("kind", "seed"), covering(ROWS.items(), {("grpo", 0)}))
+def third(trajectory, task) -> float:
+    """Whether three divides the last token."""
+    return float(trajectory.tokens[-1] % 3 == 0)
+
+
+def test_what_is_paid_is_written(tmp_path):
+    """Answers of one token, from random weights, by GRPO. Measured on seeds 0 and 1: 0.43 -> 0.97; with lr = 1e-9 0.28 -> 0.33."""
+    small = {"model.path.hidden_size": 32, "model.path.intermediate_size": 64, "model.path.num_hidden_layers": 1}
+    task = {"task.reward": "test_learning:third", "engine.sampling.max_tokens": 1}
+    steps = {"loop.warmup.steps": 0, "loop.steps": 12, "loop.groups_per_step": 4, "trainer.lr": 2e-2}
+    curve = learn(tmp_path, small | task | steps | {"loop.seed": 0, "trainer.schedule": "constant"})
+    print(f"CURVE a third of the tokens: {curve}")
+    assert sum(curve[:2]) / 2 < 0.5 and sum(curve[-4:]) / 4 > 0.8
+
+
+# The loop learns above; the sums of the recipe, from their supervised start, for each row. What dapo adds to the loop
+# (refills, a reward that is shaped, a count over the step's tokens) is in laws 3 and 9.
+@pytest.mark.sweep
+@pytest.mark.parametrize(("kind", "seed"), ROWS.items())
 def test_a_row_learns(tmp_path, start, kind, seed):
     recipe = RECIPE if kind == "grpo" else RECIPE.with_name(f"{kind}.toml")
     curve = learn(tmp_path, SHORT | {"loop.seed": seed, "model.path": str(start)}, recipe)
@@ -59,7 +75,7 @@ def test_a_row_learns(tmp_path, start, kind, seed):
     assert begin + LEARNED * (1 - begin) < end < 0.97
 
 
-@pytest.mark.sweep  # grpo learns above by the same loop; the critic is in tests/units/test_critic.py
+@pytest.mark.sweep  # the loop learns above; the critic is in tests/units/test_critic.py
 def test_ppo_learns(tmp_path, start):
     """One answer a prompt and a critic that begins at nothing: the policy waits for it during the first five steps."""
     changes = {"loop.seed": 0, "loop.steps": 20, "loop.warmup.steps": 0, "loop.groups_per_step": 64}
@@ -69,7 +85,7 @@ def test_ppo_learns(tmp_path, start):
     assert begin + LEARNED * (1 - begin) < end < 0.97
 
 
-@pytest.mark.sweep  # its gradient is in tests/units/test_qlora.py, that of the loop above
+@pytest.mark.sweep  # its gradient is in tests/units/test_qlora.py, the loop learns above
 def test_an_adapter_over_four_bits_learns(tmp_path, start):
     """From the same start, whose weights lie in 4 bits from then on."""
     adapter = {"model.adapter.kind": "qlora", "model.adapter.rank": 16, "model.adapter.alpha": 16, "trainer.lr": 2e-3}

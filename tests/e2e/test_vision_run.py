@@ -19,7 +19,7 @@ from rondel.runtime.journal import store
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "vision.toml"
 SMALL = {
-    "loop.warmup.steps": 2, "loop.steps": 3, "loop.groups_per_step": 4, "loop.warmup.groups_per_step": 8, "algo.group_size": 4,
+    "loop.warmup.steps": 2, "loop.steps": 3, "loop.groups_per_step": 2, "loop.warmup.groups_per_step": 4, "algo.group_size": 4,
     "task.data.size": 24, "task.data.holdout": 4, "place.threads": 1, "run.checkpoint.every": 2, "run.sinks": [],
 }  # fmt: skip
 
@@ -132,7 +132,7 @@ TILES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(  # one picture of one size, and several of a kind that an image is cut into
     "model",
-    covering([SQUARES, RECURRENT, TILES, POSITIONED], [SQUARES, TILES]),
+    covering([SQUARES, RECURRENT, TILES, POSITIONED], [TILES]),
     ids=["gemma3", "qwen3_5", "smolvlm", "gemma4"],
 )
 def test_other_families_run_and_are_replayed(model, tmp_path):

@@ -306,22 +306,10 @@ STANDS_ALONE = {"opsa", "ssd"}
 # one row for each thing that a split could change: how tokens and samples are counted, a ratio of whole samples, a choice over
 # the update, a correction that counts what it kept, a critic, a teacher, a second distribution, demonstrations. The others
 # differ in the formula of a token or in advantages that are known before, and `rows` splits the formulas of all
+# A row for each thing that a trainer hands over: a ratio of each level, what samples are compared by, values, what
+# teachers say, a baseline, demonstrations. All rows are split by their formulas alone (law 3).
 SPLIT_ROWS = [
-    *(
-        "grpo",
-        "dr_grpo",
-        "dapo",
-        "rloo",
-        "scalerl",
-        "gspo",
-        "gspo_token",
-        "gmpo",
-        "clip_cov",
-        "kl_cov",
-        "forking",
-        "m2po",
-    ),
-    *("decoupled", "kpop", "ppo", "opd", "otb", "sdar", "luffy", "opsa"),
+    *("dapo", "gspo_token", "gmpo", "clip_cov", "forking", "m2po", "decoupled", "ppo", "otb", "sdar", "luffy", "opsa"),
 ]
 
 

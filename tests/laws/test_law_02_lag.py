@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kits.fakes import CountingTrainer, Rollouts, endless, loop_kit
 from kits.once import made_once
 from kits.runs import PLACES, final, run, steps
+from kits.sweeps import covering
 from rondel import loop
 from rondel.buffer import Buffer
 from rondel.core.errors import LawError, UserError
@@ -33,9 +34,10 @@ SETTINGS = [
     for p, s, drop, seed in itertools.product((1, 2, 5), (0, 1, 2, 4), (0.0, 0.3), (0, 1))
     for w in windows(p, s)
 ]
+CHOSEN = [row for row in SETTINGS if row[4] == (row[0] + row[1]) % 2]  # each P, S, window and share under one seed
 
 
-@pytest.mark.parametrize("p,s,w,drop,seed", SETTINGS)
+@pytest.mark.parametrize("p,s,w,drop,seed", covering(SETTINGS, CHOSEN))
 def test_no_group_is_trained_later_than_its_bound(p, s, w, drop, seed):
     trainer, rollouts = CountingTrainer(), Rollouts(seed, drop)
     buffer = Buffer(groups_per_step=p, max_staleness=s, window=w)
@@ -78,7 +80,7 @@ class LateEngines(Rollouts):
         self.buffer.end_delivery()
 
 
-@pytest.mark.parametrize("p,s,w,drop,seed", [row for row in SETTINGS if row[0] < 5 and row[4]])
+@pytest.mark.parametrize("p,s,w,drop,seed", [row for row in CHOSEN if row[0] < 5])
 def test_the_bound_holds_while_engines_still_fetch_the_version_before(p, s, w, drop, seed):
     """A group is born at what engines serve, not at what the trainer has: no token of it is older than its birth."""
     buffer, trainer = Buffer(groups_per_step=p, max_staleness=s, window=w), CountingTrainer()
@@ -286,7 +288,7 @@ def test_a_stale_group_is_refused_at_consumption():
         asyncio.run(scenario())
 
 
-ALIGNED = {"engine__numerics": "aligned", "place__threads": 1, "loop__warmup__steps": 2, "loop__steps": 3}
+ALIGNED = {"engine__numerics": "aligned", "place__threads": 1, "loop__warmup__steps": 1, "loop__steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +297,7 @@ def shared(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["two devices", "processes"])
+@pytest.mark.parametrize("place", covering(["two devices", "processes"], ["processes"]))  # law 9 records on two devices
 def test_synchronous_split_is_synchronous_shared_bit_for_bit(shared, tmp_path, place):
     run(tmp_path / "split", **ALIGNED, **PLACES[place])
     ours, theirs = final(tmp_path / "split"), final(shared)

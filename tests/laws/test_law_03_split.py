@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from kits.algos import AGGREGATES, FORMULAS_ONLY, SPLIT_ROWS, Ragged, lively, relative_difference, rows
@@ -60,9 +57,9 @@ CASES = [  # the plain rows of the table are in `test_every_row...`, stale and w
 ]
 
 
-CHOSEN = [  # every row, and every model with a reference and a critic, which each read the hidden states anew
-    *(case for case in CASES if case[0] == "llama"),
-    *[("tied", "ppo"), ("qwen3", "reinforce"), ("gemma3_text", "grpo, k3 and entropy")],
+CHOSEN = [  # every row, and a model of each kind of attention; the tied one is held to the formula below, and split for its critic
+    *(("llama", name) for name in ("grpo", "reinforce_pp", "ppo")),
+    *[("qwen3", "reinforce"), ("gemma3_text", "grpo, k3 and entropy")],
 ]
 
 
@@ -75,8 +72,8 @@ def test_the_gradient_is_the_same_for_any_split(kind, name):
     assert whole.norm() > 1e-3
     worst = 0.0
     every = (kind, name) == ("llama", "ppo")  # another row or model changes nothing of how they cross
-    for number, (micro_tokens, share) in enumerate(product((1, 13, 40, 10**6), (True, False))):
-        if every or number in (3, 4):
+    for micro_tokens, share in ((1, True), (13, False), (40, True), (10**6, False)):
+        if every or micro_tokens in (13, 40):
             worst = max(worst, apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share), whole))
     for seed, whole_groups in ((0, True), (2, False)) if every else ((2, False),):
         worst = max(
@@ -149,8 +146,8 @@ def test_the_gradient_over_blocks_is_the_same_for_any_split():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3", "gemma3_text"))]
-)
+    "kind", covering(["llama", "qwen3", "gemma3_text"], {"gemma3_text"})
+)  # windows beside whole layers
 def test_groups_that_begin_alike_share_it_and_keep_the_gradient(kind):
     """Two system messages over the awkward groups: each is computed once a micro-batch,
     forward and backward, and changes nothing.
@@ -211,7 +208,10 @@ TOKEN_ALIKE = [name for name, algo in ROWS.items() if not getattr(algo.advantage
     ("kind", "name"),
     covering(
         [(kind, name) for kind in ("llama", "tied", "gemma3_text") for name in TOKEN_ALIKE],
-        [*(("llama", name) for name in TOKEN_ALIKE), ("tied", "reinforce"), ("gemma3_text", "grpo, k3 and entropy")],
+        [
+            *(("llama", name) for name in TOKEN_ALIKE if name not in FEW),
+            *[("tied", "reinforce"), ("gemma3_text", "grpo, k3 and entropy")],
+        ],
         fast=[("llama", name) for name in TOKEN_ALIKE],
     ),
 )
@@ -281,7 +281,7 @@ MOVES = ["grpo", "grpo, k3 and entropy", "dapo", "sft", "normalised", "clip_cov"
     ("name", "updates"),
     covering(
         [(name, updates) for name in MOVES for updates in (1, 2)],
-        [*((name, 2) for name in ("grpo, k3 and entropy", "normalised", "clip_cov")), ("dapo", 1)],
+        [("grpo, k3 and entropy", 2), ("clip_cov", 2), ("dapo", 1)],
     ),
 )
 def test_a_step_moves_alike_for_any_split(name, updates):
@@ -289,7 +289,7 @@ def test_a_step_moves_alike_for_any_split(name, updates):
     before the first move.
     """
     algo, masters, metrics = (ROWS | WHOLE)[name], [], []
-    for micro_tokens, share in ((1, False), (20, True), (10**6, True)):
+    for micro_tokens, share in ((1, False), (20, True)):
         t = trainer(
             model("llama"), algo, micro_tokens=micro_tokens, share_prompts=share, updates_per_step=updates, lr=1e-3
         )
@@ -340,16 +340,15 @@ def test_the_batch_falls_into_updates_of_whole_groups():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", list(rows()))
-@settings(max_examples=4, deadline=None)
-@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=10), seed=st.integers(0, 99), data=st.data())
-def test_any_split_and_any_order_give_the_same_gradient(row, lengths, seed, data):
+def test_any_split_and_any_order_give_the_same_gradient(row, request):
     """All-masked samples, groups of 1, constant groups and no tokens at all are among the cases: finite, always."""
-    batch, n = Ragged.make(lengths, seed), len(lengths)
-    whole = batch.loss(row)[1]
-    order = data.draw(st.permutations(range(n)))
-    cuts = sorted(data.draw(st.sets(st.integers(1, n - 1)))) if n > 1 else []
-    split = batch.loss(row, order=order, cuts=cuts)[1]
-    assert torch.isfinite(whole).all() and relative_difference(split, whole) <= 1e-12
+    rng = np.random.default_rng(list(request.node.callspec.id.encode()))  # each row has batches of its own
+    for n in (int(rng.integers(1, 4)), int(rng.integers(4, 11))):
+        batch = Ragged.make(rng.integers(0, 7, n).tolist(), int(rng.integers(100)))
+        whole = batch.loss(row)[1]
+        order, cuts = rng.permutation(n).tolist(), [at for at in range(1, n) if rng.random() < 0.4]
+        split = batch.loss(row, order=order, cuts=cuts)[1]
+        assert torch.isfinite(whole).all() and relative_difference(split, whole) <= 1e-12
 
 
 def test_tokens_of_equal_covariance_are_chosen_in_any_order():

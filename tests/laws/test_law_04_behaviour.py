@@ -91,7 +91,7 @@ def test_score_is_a_plain_forward():
 
 # -- the sampler draws what it states --------------------------------------------------------------
 
-DRAWS = 20_000
+DRAWS = 10_000
 
 
 TRANSFORMS = [
@@ -251,10 +251,11 @@ def test_where_a_sample_ends(how, wrote, reason):
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    # a family is another order of products, a dtype another kernel: llama in one, what differs from it most in the other
+    # a family is another order of products, a dtype another kernel: llama in one, what differs from it most in the other;
+    # the trainer's recompute (below) is another batch for every family
     covering(
         [*((kind, "bfloat16") for kind in aligned.FAMILIES), *((kind, "float32") for kind in ("llama", "gpt2"))],
-        [*((kind, "bfloat16") for kind in ("gemma2", "granite_swa", "gpt2")), ("llama", "float32")],
+        [("gemma2", "bfloat16"), ("llama", "float32")],
     ),
 )
 @pytest.mark.slow
@@ -286,11 +287,10 @@ def test_the_trainer_recomputes_the_same_bits(kind, dtype, temperature):
     asks = aligned.requests(temperature)
     done = asyncio.run(all_of(engine(loaded), asks))
     rollouts = aligned.batch_of(asks, done)
-    for budget in (64, 4096):
-        for share in (True, False):
-            annotate_logprobs(loaded, rollouts, "start", budget=budget, temperature=temperature, share=share)
-            for sample in rollouts.samples:
-                assert np.array_equal(sample.known.start.numpy(), sample.known.behavior.numpy()), (budget, share)
+    for budget, share in ((64, True), (4096, False)):
+        annotate_logprobs(loaded, rollouts, "start", budget=budget, temperature=temperature, share=share)
+        for sample in rollouts.samples:
+            assert np.array_equal(sample.known.start.numpy(), sample.known.behavior.numpy()), (budget, share)
 
 
 @pytest.mark.slow
@@ -307,6 +307,6 @@ def test_fast_numerics_do_not_have_this_property():
 
 @pytest.mark.slow
 def test_a_run_with_aligned_numerics_has_a_gap_of_zero(tmp_path):
-    run(tmp_path / "run", engine__numerics="aligned", loop__steps=3)
+    run(tmp_path / "run", engine__numerics="aligned", loop__warmup__steps=1, loop__steps=2)
     gaps = [metrics["train/gap_max"] for _, _, metrics, _ in steps(tmp_path / "run") if "train/gap_max" in metrics]
     assert gaps and max(gaps) == 0.0

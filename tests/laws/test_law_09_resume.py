@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -128,6 +127,7 @@ def test_a_replay_elsewhere_warns(tmp_path, whole, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # that more steps go on as in a run of as many (below) compares one run with all steps of another
 def test_two_runs_are_equal(whole, tmp_path):
     run(tmp_path / "run")
     same_run(tmp_path / "run", whole)
@@ -139,16 +139,11 @@ KILLS = [  # moments, each counted from the start of the process that it ends ->
             *[("Admitted", 1), ("StepDone", 1)],  # nothing was learned yet; then before the first checkpoint
             *[("fsync", 1), ("fsync", 1)],  # while a checkpoint is written, twice the same
             *[("Checkpointed", 2), ("Admitted", 1)],  # at the border of the two phases, and again at once
-        ],
-        4,
-    ),
-    (
-        [
-            *[("GroupsTaken", 6), ("Synced", 3)],  # rollouts stored, not trained; then trained, not booked
+            *[("GroupsTaken", 2), ("Synced", 3)],  # rollouts stored, not trained; then trained, not booked
             ("Checkpointed", 2),  # everything is done but the last words
         ],
         8,
-    ),
+    )
 ]
 
 
@@ -210,6 +205,9 @@ def test_a_run_that_is_asked_to_end_keeps_its_last_step_and_goes_on_bit_for_bit(
     same_run(folder, whole_aligned)
 
 
+TORCHRUN = Path(runs.__file__).with_name("torchrun.py")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["process", "torchrun", "ray"])
 def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
@@ -232,10 +230,8 @@ def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
     def launch() -> Forked:
         if cluster != "torchrun":
             return Forked(words, stderr=subprocess.PIPE, start_new_session=True)
-        main = [sys.executable, "-c", "from rondel.cli import main; main()", *(w for w in words if w != "--quiet")]
-        several = ["--nproc-per-node", "2", "--no-python", *main]
-        torchrun = Path(torch.distributed.__path__[0]) / "run.py"
-        return Forked(several, script=torchrun, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        several = ["--nproc-per-node", "2", "--no-python", "rondel", *(w for w in words if w != "--quiet")]
+        return Forked(several, script=TORCHRUN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
 
     with launch() as process:
         while not (folder / "journal.jsonl").is_file() or len(events(folder, "StepDone")) < 2:
@@ -264,29 +260,59 @@ def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
 
 COSINE = {"trainer__schedule": "cosine", "trainer__optimizer__warmup_steps": 3, "loop__updates_per_step": 2}
 STEP_BY_STEP = {"kind": "process", "scorer": "kits.step_scorers:by_length", "separator": "e", "pipelined": True}
-OTHERS = {  # the recipe, and when it is killed
-    "rloo with KL, two updates, cosine, bfloat16": (
-        {
-            "algo__kind": "rloo",
-            "algo__kl": {"coef": 0.05},
-            "loop__warmup__steps": 0,
-            "model__dtype": "bfloat16",
-            **COSINE,
-        },
-        ("StepDone", 3),
-    ),
-    "two updates, cosine over both phases": (COSINE, ("StepDone", 3)),
-    "steps valued while they are written, killed among them": (
-        {"task__reward": STEP_BY_STEP, "loop__warmup__steps": 0, "engine__sampling": {"max_tokens": 24}, **ALIGNED},
+RLOO = {
+    **{"algo__kind": "rloo", "algo__kl": {"coef": 0.05}, "model__dtype": "bfloat16", "loop__warmup__steps": 0},
+    **COSINE,
+}
+VALUED = {"task__reward": STEP_BY_STEP, "loop__warmup__steps": 0, "engine__sampling": {"max_tokens": 16}, **ALIGNED}
+LORA = {"model__adapter": {"kind": "lora", "rank": 4, "alpha": 8}, "trainer__lr": 1e-2}
+PPO = {"algo": {"kind": "ppo", "group_size": 4, "correction": {"kind": "importance"}}, "trainer__critic__lr": 1e-3}
+RATED = {"task__curriculum": {"kind": "priority"}, **ALIGNED}
+BACK = {"loop__replays": {"groups": 2, "max_lag": 3}}
+THREES = [{"prompt": "1 + 1 + 1 =", "answer": "3"}, {"prompt": "0 + 2 + 2 =", "answer": "4"}]
+BEST = {
+    "task__eval": {"n": 4, "samples": 2, "every": 1, "sets": {"threes": {"kind": "list", "rows": THREES}}},
+    "run__checkpoint": {"every": 2, "keep": 1, "best": "eval/score"},
+}
+# The recipe, and when it is killed. Each feature alone (a sweep) says which of those beside it it is.
+TOGETHER = {
+    "an adapter, rloo with KL, cosine, bfloat16, killed among steps that are valued": (
+        {**RLOO, **VALUED, **LORA, "loop__steps": 3},
         ("GroupFinished", 4 + 2),
     ),
+    "a critic, tasks by their rates, groups that come back, the best of several evaluations": (
+        {**PPO, "trainer__critic__warmup": 1, **RATED, **BACK, **BEST, "loop__warmup__steps": 1, "loop__steps": 5},
+        ("StepDone", 5),
+    ),
+    "float16 with its loss scale, in a format": (
+        {"model__dtype": "float16", "model__format": "int4", "loop__warmup__steps": 1, "loop__steps": 4},
+        ("StepDone", 4),
+    ),
 }
+ALONE = {
+    "rloo with KL, two updates, cosine, bfloat16": (RLOO, ("StepDone", 3)),
+    "two updates, cosine over both phases": (COSINE, ("StepDone", 3)),
+    "steps valued while they are written, killed among them": (VALUED, ("GroupFinished", 4 + 2)),
+    "an adapter": ({**LORA, "model__dtype": "bfloat16"}, ("StepDone", 5)),
+    "a critic": (PPO, ("StepDone", 5)),
+    "tasks by their rates": (RATED, ("StepDone", 7)),
+    "groups that come back": (
+        {"algo__correction": {"kind": "importance"}, "loop__warmup__steps": 0, "loop__steps": 6, **BACK},
+        ("StepDone", 5),
+    ),
+    "the best of several evaluations": (BEST, ("StepDone", 5)),
+    "float16": ({"model__dtype": "float16"}, ("StepDone", 5)),
+    "a format": ({"model__format": "int4"}, ("StepDone", 5)),
+}
+OTHERS = TOGETHER | ALONE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", covering(OTHERS, [*OTHERS][::2]))
+@pytest.mark.parametrize("name", covering(OTHERS, TOGETHER))
 def test_other_recipes_resume_to_the_same_bits(tmp_path, name):
-    """A reference, several updates a step with a schedule, masters behind a bf16 copy; a pipelined process reward."""
+    """A reference, several updates a step with a schedule, masters behind a bf16 copy; a pipelined process reward; and
+    whatever else a checkpoint or the journal must keep.
+    """
     recipe, moment = OTHERS[name]
     run(tmp_path / "whole", **recipe)
     assert run_and_die(tmp_path / "run", moment, **recipe) == -9
@@ -294,6 +320,20 @@ def test_other_recipes_resume_to_the_same_bits(tmp_path, name):
     same_run(tmp_path / "run", tmp_path / "whole")
     told = [event["counts"].get("process_steps", 0) for event in events(tmp_path / "run", "RewardCounts")]
     assert any(told) == ("task__reward" in recipe)
+    kept = final(tmp_path / "run")
+    assert any(key.startswith("critic/") for key in kept) == ("trainer__critic__lr" in recipe)
+    assert ("optimizer/loss_scale" in kept) == (recipe.get("model__dtype") == "float16")
+    assert any("lora" in key for key in kept) == ("model__adapter" in recipe)
+    drawn, came_back = (
+        [{e["number"]: e["task"] for e in events(tmp_path / n, "Admitted")} for n in ("run", "whole")],
+        {e["step"] for e in events(tmp_path / "run", "Replayed")},
+    )
+    assert drawn[0] == drawn[1] and bool(came_back) == ("loop__replays" in recipe)
+    if "task__curriculum" in recipe:
+        assert len(set(drawn[0].values())) < len(drawn[0])  # some came back before an epoch was over
+    if "task__eval" in recipe:
+        best = [json.loads((tmp_path / n / "checkpoints" / "best.json").read_text()) for n in ("run", "whole")]
+        assert best[0] == best[1]
 
 
 @pytest.mark.slow
@@ -465,11 +505,16 @@ def test_kills_at_random_moments(tmp_path):
 # -- a recorded run, done again under other delays -------------------------------------------------
 
 
+def mixes(rows: list[dict]) -> bool:
+    """Whether a sample was written by two versions."""
+    return any(len({v for v in row["versions"] if v >= 0}) > 1 for row in rows)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", covering([1, 2], {1}))
+@pytest.mark.sweep  # episodes of several turns (next) are such samples, one after another
+@pytest.mark.parametrize("staleness", [1, 2])
 def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, staleness):
-    rows = record(tmp_path / "run", staleness, loop__max_staleness=staleness, **SPLIT)
-    assert any(len({v for v in row["versions"] if v >= 0}) > 1 for row in rows), "no sample was written by two versions"
+    assert mixes(record(tmp_path / "run", staleness, loop__max_staleness=staleness, **SPLIT))
     again(tmp_path / "run", tmp_path / "again", seed=7)
     if staleness == 1:
         record(tmp_path / "other", 9, **SPLIT)  # or the law would hold of runs that nothing disturbs
@@ -477,49 +522,41 @@ def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, staleness):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["drain", "abort"])
-def test_whatever_becomes_of_answers_in_flight(tmp_path, how):
-    rows = record(tmp_path / "run", 3, loop__in_flight=how, **SPLIT)
-    assert any(len({v for v in row["versions"] if v >= 0}) > 1 for row in rows) == (how == "abort")
-    again(tmp_path / "run", tmp_path / "again", seed=8)
-
-
-@pytest.mark.slow
 def test_episodes_of_several_turns(tmp_path):
-    rows = record(
-        tmp_path / "run",
-        6,
-        loop__steps=4,
-        task__env="kits.rewards:Twice",
-        engine__sampling={"max_tokens": 12, "ignore_eos": True},
-        **SPLIT,
-    )
-    assert any(len(set(row["versions"])) > 2 for row in rows)
+    changes = {
+        "task__env": "kits.rewards:Twice",
+        "engine__sampling": {"max_tokens": 12, "ignore_eos": True},
+    }
+    rows = record(tmp_path / "run", 6, **changes, **SPLIT)
+    assert any(len(set(row["versions"])) > 2 for row in rows) and mixes(rows)
     again(tmp_path / "run", tmp_path / "again", seed=2)
 
 
 @pytest.mark.slow
-def test_on_a_shared_device_with_a_filter(tmp_path):
-    record(
-        tmp_path / "run",
-        4,
-        task__filters=["signal"],
-        task__reward="kits.rewards:parity",
-        algo__group_size=2,
-        loop__steps=3,
-    )
-    assert {e["kept"] for e in events(tmp_path / "run", "GroupFinished")} == {True, False}
+def test_on_a_shared_device_with_a_filter_and_late_groups_dropped(tmp_path):
+    changes = {"task__filters": ["signal"], "loop__oversample": {"groups": 2, "late": "drop"}, "algo__group_size": 2}
+    record(tmp_path / "run", 4, Straggler(), **changes)
+    ended = events(tmp_path / "run", "GroupFinished")
+    assert {e["kept"] for e in ended} == {True, False} and {"late", "unanimous"} <= {e["reason"] for e in ended}
     again(tmp_path / "run", tmp_path / "again", seed=5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", ["retry", "drop"])
-def test_groups_that_were_given_up_are_given_up_again(tmp_path, late):
+@pytest.mark.parametrize(  # each alone says which of two it is
+    ("how", "late"),
+    covering(
+        [("abort", "retry"), ("abort", "drop"), ("abort", None), ("drain", None), (None, "retry"), (None, "drop")],
+        {("abort", "retry"), ("drain", None)},
+    ),
+)
+def test_whatever_becomes_of_answers_in_flight_and_of_groups_that_were_given_up(tmp_path, how, late):
     """What is late depends on the clock, and so do the numbers, the tasks and the noise of all
     that is asked instead.
     """
-    changes = {"loop__oversample": {"groups": 3, "late": late}, **SPLIT}
+    changes = {"loop__in_flight": how} if how else {}
+    changes |= {"loop__oversample": {"groups": 3, "late": late}} if late else {}
     folder = tmp_path / "run"
-    record(folder, 2, Straggler(), **changes)
-    assert any(e["reason"] == "late" for e in events(folder, "GroupFinished"))
-    again(folder, tmp_path / "again", seed=7)
+    rows = record(folder, 3, Straggler() if late else None, **changes, **SPLIT)
+    assert how is None or mixes(rows) == (how == "abort")
+    assert any(e["reason"] == "late" for e in events(folder, "GroupFinished")) == (late is not None)
+    again(folder, tmp_path / "again", seed=8)

@@ -158,7 +158,7 @@ def test_a_value_without_a_bound_is_kept_by_the_run(tmp_path):
 # -- keys for performance --------------------------------------------------------------------------
 
 
-SHORT = {"loop__warmup__steps": 1, "loop__steps": 3, "engine__max_running": 8, "engine__numerics": "aligned"}
+SHORT = {"loop__warmup__steps": 0, "loop__steps": 2, "engine__max_running": 8, "engine__numerics": "aligned"}
 
 
 @pytest.mark.slow

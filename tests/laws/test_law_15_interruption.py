@@ -292,7 +292,7 @@ def test_interrupted_lengths_are_those_of_uninterrupted_samples(tmp_path):
     """h = 0.02, q = 0.01: restarting gives a mean of 33.6 tokens, the log 50;
     Kolmogorov-Smirnov tells them apart.
     """
-    rng, h, q, n = np.random.default_rng(0), 0.02, 0.01, 600
+    rng, h, q, n = np.random.default_rng(0), 0.02, 0.01, 300
     log = TokenLog(tmp_path / "wal")
     log.record_version(0, "root")
 

@@ -15,12 +15,14 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from kits.once import made_once
+from kits.sweeps import covering
 from rondel.cli import VERBS, main
 from rondel.core.config.algorithm import OF_GROUPS
 from rondel.core.config.job import Job
@@ -38,7 +40,9 @@ SMALLEST = [  # of an example
     *("--loop.warmup.steps=1", "--loop.steps=1"),
 ]
 
-COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only parsed
+# As shown -> "whole", "reduced" (with SMALLER), why it is only parsed, or which other test runs what it names: of such a
+# command the recipe is read, and `make sweeps` runs it reduced.
+COMMANDS = {
     "make train": "parsed: the quickstart takes minutes",
     "make test": "parsed: it is running",
     "make check": "parsed: it may be running",
@@ -83,7 +87,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel view runs/cartpole --step 1 --limit 2 --png before.png": "parsed: tests/units/test_episode_frames.py",
     "rondel view runs/cartpole --limit 2 --png after.png": "parsed: tests/units/test_episode_frames.py",
     "rondel train recipes/moe.toml": "reduced",
-    "rondel train recipes/ppo.toml": "reduced",
+    "rondel train recipes/ppo.toml": "read: tests/units/test_critic.py runs its row",
     "PYTHONPATH=examples rondel train recipes/calculator.toml": "parsed: minutes and a model of 93 MB; tests/units/test_tools.py plays tools",
     "PYTHONPATH=examples rondel train recipes/code.toml --loop.seed=0 --place.threads=1": "parsed: minutes and a model of 93 MB; "
     "tests/units/test_code_recipes.py runs a step of it",
@@ -91,7 +95,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel train recipes/repository.toml --loop.seed=0 --place.threads=1": "parsed: minutes and a model of 93 MB; "
     "tests/units/test_code_recipes.py runs a step of it",
     "rondel train recipes/lora.toml": "parsed: it takes minutes and a model of 93 MB; tests/units/test_adapters.py runs a tiny one",
-    "rondel train recipes/vision.toml": "reduced",
+    "rondel train recipes/vision.toml": "read: tests/e2e/test_vision_run.py trains it",
     "rondel tasks search --out runs/corpus": "parsed: it downloads 51 MB; tests/units/test_search_corpus.py makes smaller ones",
     "rondel tasks search --out runs/tables --source tables": "whole",
     "rondel train recipes/search.toml --loop.seed=0 --place.threads=1 --task.eval.every=30": "parsed: minutes; tests/units/test_search_env.py "
@@ -112,20 +116,21 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel dashboard runs/tiny runs/apart": "parsed: it serves until a signal; tests/e2e/test_dashboard.py runs it",
     "PYTHONPATH=examples rondel check recipes/tiny.toml --task.reward=my_reward:grade": "whole",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.reward=my_reward:grade --run.folder=runs/mine": "reduced",
-    "PYTHONPATH=examples rondel train recipes/tiny.toml --task.reward=my_group_reward:rank --run.folder=runs/ranked": "reduced",
+    "PYTHONPATH=examples rondel train recipes/tiny.toml --task.reward=my_group_reward:rank --run.folder=runs/ranked": "read: "
+    "tests/units/test_groupwise.py scores with it",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env.kind=my_env:SecondThought --task.env.hint=Think. --run.folder=runs/two-turns": "reduced",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=guess:Guess --task.data.kind=guess:numbers --loop.warmup.steps=0 "
     "--loop.steps=200 --engine.sampling.max_tokens=1 --trainer.lr=3e-3 --run.folder=runs/guess": "reduced",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=search:Search --task.data.kind=search:questions "
-    "--task.reward=search:grade --model.path.max_position_embeddings=2048 --run.folder=runs/facts": "reduced",
+    "--task.reward=search:grade --model.path.max_position_embeddings=2048 --run.folder=runs/facts": "read: tests/units/test_examples.py plays it",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=shop:Shop --task.data.kind=shop:wishes "
-    "--model.path.max_position_embeddings=2048 --loop.warmup.steps=0 --run.folder=runs/shop": "reduced",
+    "--model.path.max_position_embeddings=2048 --loop.warmup.steps=0 --run.folder=runs/shop": "read: tests/units/test_examples.py plays it",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=repair:Repair --task.data.kind=repair:bugs "
-    "--model.path.max_position_embeddings=2048 --loop.warmup.steps=0 --run.folder=runs/repair": "reduced",
+    "--model.path.max_position_embeddings=2048 --loop.warmup.steps=0 --run.folder=runs/repair": "read: tests/units/test_examples.py plays it",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env.kind=gym --task.env.turns=3 --loop.warmup.steps=0 --run.folder=runs/world "
-    "--task.data.kind=gym --task.data.name=guess_world:make": "reduced",
+    "--task.data.kind=gym --task.data.name=guess_world:make": "read: tests/units/test_gym.py trains it",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env.kind=gateway --task.env.agent=my_agent:solve --loop.groups_per_step=8 "
-    "--run.folder=runs/agent": "reduced",
+    "--run.folder=runs/agent": "read: tests/e2e/test_gateway_run.py trains it",
     "rondel train recipes/tiny.toml --run.checkpoint.every=20": "reduced",
     "rondel replay runs/tiny --step 8": "whole",
     "rondel check recipes/tiny.toml --task.reward=number": "whole",
@@ -168,10 +173,10 @@ SNIPPETS: dict[
     str, Any
 ] = {  # a line of a python block -> what is replaced to run it reduced; {} runs it whole; a text names the test that runs it
     'card = rondel.run("recipes/tiny.toml", loop={"steps": 5})': {
-        'loop={"steps": 5}': 'quiet=True, loop={"steps": 2, "warmup": {"steps": 2}}, place={"threads": 1}, run={"folder": "runs/notebook"}'
+        'loop={"steps": 5}': 'quiet=True, loop={"steps": 1, "groups_per_step": 2, "warmup": {"steps": 1, "groups_per_step": 2}}, algo={"group_size": 2}, place={"threads": 1}, run={"folder": "runs/notebook"}'
     },
     'card = rondel.run("recipes/tiny.toml", task=task, run={"folder": "runs/ends_right"})': {
-        'run={"folder"': 'quiet=True, loop={"steps": 1, "warmup": {"steps": 0}}, place={"threads": 1}, run={"folder"'
+        'run={"folder"': 'quiet=True, loop={"steps": 1, "groups_per_step": 2, "warmup": {"steps": 0}}, algo={"group_size": 2}, place={"threads": 1}, run={"folder"'
     },
     "training.optim_step(types.AdamParams(learning_rate=1e-3, eps=1e-8)).result()": "tests/e2e/test_tinker_sdk.py",
     'trainer = rondel.Trainer({"model": {"path": "smollm2-135m"}, "algo": {"kind": "grpo"}, "trainer": {"lr": 1e-5}})': {
@@ -194,8 +199,8 @@ SNIPPETS: dict[
 RECIPES = {
     "tiny.toml": "reduced",
     "moe.toml": "reduced",
-    "ppo.toml": "reduced",
-    "vision.toml": "reduced",
+    "ppo.toml": "read: tests/units/test_critic.py runs its row",
+    "vision.toml": "read: tests/e2e/test_vision_run.py trains it",
     "cartpole_tokens.toml": "parsed: tests/e2e/test_token_worlds.py runs it smaller",
     "cartpole.toml": "parsed: tests/e2e/test_control.py runs it smaller",
     "cartpole_model.toml": "parsed: tests/e2e/test_learned_worlds.py runs it smaller",
@@ -347,6 +352,7 @@ def test_every_anchor_is_a_heading():
     assert wrong == []
 
 
+@cache
 def names_in(path: Path) -> set[str]:
     """Functions, classes and constants of a Python file, and members of its classes: `Buffer`, `Buffer.admit`."""
     found: set[str] = set()
@@ -368,7 +374,7 @@ def names_in(path: Path) -> set[str]:
 def named_links() -> list[tuple[str, str, Path, str]]:
     """(page, file as written, file, name) of every link like `[buffer.py: Buffer.admit](../src/rondel/buffer.py)`."""
     return [
-        (page.name, file, page.parent / target, name)
+        (page.name, file, (page.parent / target).resolve(), name)
         for page in PAGES
         for file, name, target in re.findall(
             r"\[(\w+\.py):\s+([\w.]+)\]\(([^)#]+)\)", page.read_text(encoding="utf-8").replace("\\_", "_")
@@ -534,8 +540,24 @@ def inside(place, monkeypatch) -> Path:
     return place
 
 
+READ = [c for c, how in COMMANDS.items() if how.startswith("read")]
+RUN = [c for c, how in COMMANDS.items() if how in ("whole", "reduced")]
+
+
+@pytest.mark.parametrize("command", READ)
+def test_the_recipe_of_a_command_is_read(command):
+    """The test that it names exists, and its keys are keys, whose values are as they should be."""
+    assert (ROOT / COMMANDS[command].split()[1]).is_file()
+    verb, recipe, *words = [word for word in shlex.split(command) if not word.startswith("PYTHONPATH=")][1:]
+    assert verb == "train"
+    assert Job.read(ROOT / recipe, parse_overrides(words)).run.folder in (
+        f"runs/{Path(recipe).stem}",
+        *(word.partition("=")[2] for word in words),
+    )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [c for c, how in COMMANDS.items() if not how.startswith("parsed")])
+@pytest.mark.parametrize("command", covering([*RUN, *READ], RUN))
 def test_a_command_does_its_work(inside, monkeypatch, capsys, command):
     words = shlex.split(command)
     while "=" in words[0]:
@@ -548,7 +570,7 @@ def test_a_command_does_its_work(inside, monkeypatch, capsys, command):
             main([*shlex.split(AFTER[command])[1:], *(SMALLER if COMMANDS[AFTER[command]] == "reduced" else [])])
     with pytest.raises(SystemExit) as end:
         smaller = SMALLEST if command.startswith("PYTHONPATH") else SMALLER
-        main([*words, *(smaller if COMMANDS[command] == "reduced" else [])])
+        main([*words, *(smaller if COMMANDS[command] != "whole" else [])])
     out, err = capsys.readouterr()
     assert not end.value.code, f"{command}: {out[-1500:]}{err}"
     if words[0] == "train" and "--run.folder" in command:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ def noted(t, groups, algo) -> TrainBatch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", covering(["llama", "tied", "gemma3_text"], ["tied", "gemma3_text"]))
+@pytest.mark.parametrize("kind", covering(["llama", "tied", "gemma3_text"], ["tied"]))
 def test_both_gradients_are_the_same_for_any_split(kind):
     t = learned(kind, CHARGED)
     b = noted(t, awkward_groups(), CHARGED)
@@ -96,7 +97,7 @@ def test_both_gradients_are_the_same_for_any_split(kind):
 @pytest.mark.slow
 def test_two_updates_move_both_alike_for_any_split():
     moved = []
-    for micro_tokens, share in ((1, False), (20, True), (10**6, True)):
+    for micro_tokens, share in ((1, False), (20, True)):
         t = learned("llama", CHARGED, micro_tokens=micro_tokens, share_prompts=share, updates_per_step=2)
         start = [torch.cat([m.detach().flatten() for m in w.masters]).double() for w in (t.weights, t.critic.weights)]
         assert step(t, batch_of(awkward_groups()), CHARGED).stepped
@@ -108,7 +109,7 @@ def test_two_updates_move_both_alike_for_any_split():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", covering(["llama", "tied", "gemma3_text"], ["tied", "gemma3_text"]))
+@pytest.mark.parametrize("kind", covering(["llama", "tied", "gemma3_text"], ["gemma3_text"]))
 def test_both_gradients_are_those_of_the_formula(kind):
     """Token by token in float64 through plain transformers modules: values, KL in the
     reward, GAE, whitening, both losses.
@@ -436,22 +437,33 @@ TINY = {
     "algo__kind": "ppo", "algo__group_size": 1, "loop__groups_per_step": 12, "loop__updates_per_step": 2, "loop__steps": 6,
     "trainer__critic": {"lr": 1e-3, "warmup": 2},
 }  # fmt: skip
+BRIEF = TINY | {"loop__warmup__steps": 3, "loop__steps": 4}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(folder, **BRIEF)
+    return folder
 
 
 @pytest.mark.slow
-def test_a_killed_run_with_a_critic_ends_with_the_same_bits_and_its_steps_replay(tmp_path):
+@pytest.mark.sweep  # law 9 kills a run that has a critic among others
+def test_a_killed_run_with_a_critic_ends_with_the_same_bits(whole, tmp_path):
     """Killed in the supervised phase, while the policy is frozen, and behind it."""
-    short = TINY | {"loop__warmup__steps": 3, "loop__steps": 4}
-    run(tmp_path / "whole", **short)
     for moment in (("StepDone", 2), ("StepDone", 4), ("GroupsTaken", 3)):
-        assert run_and_die(tmp_path / "run", moment, **short) == -9
-    run(tmp_path / "run", **short)
-    ours, theirs = final(tmp_path / "run"), final(tmp_path / "whole")
+        assert run_and_die(tmp_path / "run", moment, **BRIEF) == -9
+    run(tmp_path / "run", **BRIEF)
+    ours, theirs = final(tmp_path / "run"), final(whole)
     assert ours.keys() == theirs.keys() and any(name.startswith("critic/") for name in ours)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    done = {e["step"]: e["metrics"] for e in events(tmp_path / "whole", "StepDone")}
+
+
+@pytest.mark.slow
+def test_steps_of_a_run_with_a_critic_replay(whole):
+    done = {e["step"]: e["metrics"] for e in events(whole, "StepDone")}
     assert [n for n, m in done.items() if m["train/weights_changed"] == 0] == [4, 5]
-    again = replay(tmp_path / "whole", 7)
+    again = replay(whole, 7)
     for name in (
         "train/loss",
         "train/value_loss",
@@ -473,7 +485,7 @@ def test_turns_that_pay_on_their_own_stale_and_held_to_the_start(tmp_path):
         "algo__kl": {"coef": 0.1, "target": 0.5, "horizon": 50},
         "loop__warmup__steps": 0, "loop__max_staleness": 1, "algo__correction": {"kind": "importance"},
     }  # fmt: skip
-    run(tmp_path, **{**TINY, **changes})
+    run(tmp_path, **{**TINY, **changes, "loop__steps": 4})
     metrics = [e["metrics"] for e in events(tmp_path, "StepDone")]
     assert len({m["train/kl_coef"] for m in metrics}) > 2 and all("train/explained_variance" in m for m in metrics)
     for row_ in store.read_step(tmp_path, 4):

@@ -169,7 +169,7 @@ def test_a_run_that_looks_up_writes_what_one_without_writes(tmp_path):
     """
     how = {
         "engine__sampling": {"max_tokens": 24, "ignore_eos": True, "temperature": 0.6},
-        "loop__steps": 2,
+        "loop__steps": 1,
         "loop__warmup__steps": 0,
     }
     run(tmp_path / "off", **how)

@@ -33,14 +33,29 @@ def best_of(folder):
     return json.loads((folder / "checkpoints" / "best.json").read_text())
 
 
+BEST = {**DRAWS, "run__checkpoint__best": "eval/score", "run__checkpoint__keep": 1, "loop__warmup__steps": 2}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(folder, **BEST)
+    return folder
+
+
 @pytest.mark.slow
-def test_a_run_keeps_its_best_checkpoint_and_a_killed_one_the_same(tmp_path, capsys):
-    """eval and the run compute the same numbers; a run that died goes on to the same best checkpoint."""
+@pytest.mark.sweep  # law 9 kills a run that keeps its best checkpoint, among others
+def test_a_killed_run_keeps_the_same_best_checkpoint(whole, tmp_path):
+    assert run_and_die(tmp_path / "cut", ("StepDone", 4), **BEST) == -9
+    run(tmp_path / "cut", **BEST)
+    assert best_of(tmp_path / "cut") == best_of(whole)
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_best_checkpoint(whole, capsys):
+    """eval and the run compute the same numbers."""
     from rondel.cli import main
 
-    settings = {**DRAWS, "run__checkpoint__best": "eval/score", "run__checkpoint__keep": 1, "loop__warmup__steps": 2}
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    run(whole, **settings)
     told = [e for e in events(whole, "Evaluated")]
     assert [e["profile"] for e in told[:2]] == ["held_out", "threes"] and told[0]["draws"] == 4
     scores = {e["step"]: e["score"] for e in told if e["profile"] == "held_out" and e["step"]}
@@ -48,10 +63,6 @@ def test_a_run_keeps_its_best_checkpoint_and_a_killed_one_the_same(tmp_path, cap
     assert best["value"] == max(scores.values()) == scores[best["step"]]
     assert best["step"] == min(step for step, score in scores.items() if score == best["value"])  # the first of equals
     assert {p.name for p in (whole / "checkpoints").glob("step-*")} == {f"step-{s:06d}" for s in {best["step"], 5}}
-
-    assert run_and_die(cut, ("StepDone", 4), **settings) == -9
-    run(cut, **settings)
-    assert best_of(cut) == best
 
     with pytest.raises(SystemExit) as ended:
         main(["eval", str(whole), "--best", "--json", "--k", "1,4", "--set", 'more={ kind = "digits" }'])
@@ -71,19 +82,17 @@ def test_a_run_keeps_its_best_checkpoint_and_a_killed_one_the_same(tmp_path, cap
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_a_signal_cut_off_is_made_up_for(tmp_path):
+def test_an_evaluation_that_a_signal_cut_off_is_made_up_for(whole, tmp_path):
     """SIGTERM in the middle of it: the step is in a checkpoint, so the resumed run has to evaluate it, or never would."""
-    changes = {**DRAWS, "run__checkpoint__best": "eval/score", "loop__warmup__steps": 2}
-    run(tmp_path / "whole", **changes)
-    whole = [(e["step"], e["profile"], e["score"]) for e in events(tmp_path / "whole", "Evaluated")]
-    of_each = sum(e["n"] * e["draws"] + 1 for e in events(tmp_path / "whole", "Evaluated") if e["step"] == 0)
+    told = [(e["step"], e["profile"], e["score"]) for e in events(whole, "Evaluated")]
+    of_each = sum(e["n"] * e["draws"] + 1 for e in events(whole, "Evaluated") if e["step"] == 0)
     moment = ("Evaluating", of_each + 2)  # the first answer of the second evaluation
-    assert run_and_die(tmp_path / "cut", moment, signal.SIGTERM, **changes) == 128 + signal.SIGTERM
+    assert run_and_die(tmp_path / "cut", moment, signal.SIGTERM, **BEST) == 128 + signal.SIGTERM
     before = events(tmp_path / "cut", "Evaluated")
-    assert {e["step"] for e in before} == {0} and events(tmp_path / "cut", "Checkpointed")[-1]["step"] == whole[2][0]
-    run(tmp_path / "cut", **changes)
-    assert [(e["step"], e["profile"], e["score"]) for e in events(tmp_path / "cut", "Evaluated")] == whole
-    assert best_of(tmp_path / "cut") == best_of(tmp_path / "whole")
+    assert {e["step"] for e in before} == {0} and events(tmp_path / "cut", "Checkpointed")[-1]["step"] == told[2][0]
+    run(tmp_path / "cut", **BEST)
+    assert [(e["step"], e["profile"], e["score"]) for e in events(tmp_path / "cut", "Evaluated")] == told
+    assert best_of(tmp_path / "cut") == best_of(whole)
 
 
 def test_metrics_of_several_sets():

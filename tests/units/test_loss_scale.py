@@ -140,7 +140,7 @@ def test_the_engine_and_the_trainer_agree_better_than_in_bfloat16() -> None:
     for dtype in ("float32", "float16", "bfloat16"):
         loaded = model(dtype=dtype)
         e, t, gaps = engine(loaded), trainer(loaded), []
-        for seed in range(6):
+        for seed in range(3):
             drawn = asyncio.run(e.generate(ask(prompt(seed, 9), n=12)))
             told = asyncio.run(t.logprobs([*prompt(seed, 9), *drawn.tokens]))[9:]
             gaps += [abs(a - b) for a, b in zip(told, drawn.logprobs)]
@@ -149,6 +149,7 @@ def test_the_engine_and_the_trainer_agree_better_than_in_bfloat16() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # law 9 kills a run that has this among others
 def test_a_killed_run_ends_with_the_same_bits(tmp_path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     short = {"model__dtype": "float16", "loop__warmup__steps": 2, "loop__steps": 4}

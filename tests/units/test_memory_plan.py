@@ -385,7 +385,7 @@ def test_the_bill_of_a_run_is_its_resident_memory(tmp_path):
         "import os, sys\n"
         "from rondel.assemble import train\nfrom rondel.core.config.job import Job\n"
         "train(Job.read(sys.argv[1], "
-        "{'run.folder': sys.argv[2], 'loop.steps': 2, 'loop.warmup.steps': 1, 'run.sinks': [], 'place.threads': 1}), "
+        "{'run.folder': sys.argv[2], 'loop.steps': 1, 'loop.warmup.steps': 1, 'run.sinks': [], 'place.threads': 1}), "
         "quiet=True)\n"
         "from rondel.system.process_memory import resident_memory\n"
         # not ru_maxrss, which begins with that of whoever started the process

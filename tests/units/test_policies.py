@@ -212,13 +212,22 @@ PLAY = dict(
     policies__critic={"lr": 2e-3},
     model__path__max_position_embeddings=128,
 )
+FEWER = dict(loop__groups_per_step=2, algo__group_size=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", covering([{}, {"place__kind": "split"}], [{"place__kind": "split"}]))
 def test_stale_episodes_have_versions_of_their_own_policies_within_the_limit(tmp_path, place):
-    run(tmp_path, loop__max_staleness=1, algo__correction={"kind": "importance"}, loop__steps=4, **PLAY, **place)
-    rows = check(tmp_path, staleness=1, total=4)
+    run(
+        tmp_path,
+        loop__max_staleness=1,
+        algo__correction={"kind": "importance"},
+        loop__steps=3,
+        **PLAY,
+        **FEWER,
+        **place,
+    )
+    rows = check(tmp_path, staleness=1, total=3)
     assert {(r["agent"], r["policy"]) for r in rows} == {("writer", "policy"), ("critic", "critic")}
     for metrics in (e["metrics"] for e in events(tmp_path, "StepDone")):
         assert metrics["train/tokens"] > 0 and metrics["critic/tokens"] > 0
@@ -241,14 +250,15 @@ def test_a_token_of_a_version_that_its_policy_never_had_is_a_broken_law():
 def test_an_interrupted_run_goes_on_to_the_same_bits_and_its_folder_holds_every_policy(tmp_path):
     """Aligned: in which batch a turn is computed depends on when the turn before it ended, and so on the clock."""
     settings = dict(
-        loop__steps=4,
+        loop__steps=3,
         run__checkpoint__every=2,
         engine__numerics="aligned",
         task__data={"kind": "digits", "holdout": 6},
         **PLAY,
+        **FEWER,
     )
     run(tmp_path / "whole", **settings)
-    assert run_and_die(tmp_path / "killed", ("GroupsTaken", 4), **settings) == -9
+    assert run_and_die(tmp_path / "killed", ("GroupsTaken", 3), **settings) == -9
     run(tmp_path / "killed", **settings)
     for policy in ("", "critic"):
         assert equal(weights(tmp_path / "whole", policy), weights(tmp_path / "killed", policy))

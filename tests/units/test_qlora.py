@@ -149,7 +149,7 @@ def test_bytes_stay_what_they_are_however_the_model_is_cast():
     ("kind", "dtype", "limit"),
     covering(
         [(kind, *how) for kind in FAMILIES for how in (("float32", 1e-5), ("bfloat16", 0.12))],
-        [*((kind, "bfloat16", 0.12) for kind in FAMILIES), ("llama", "float32", 1e-5)],
+        [*((kind, "bfloat16", 0.12) for kind in FAMILIES if kind != "llama"), ("llama", "float32", 1e-5)],
     ),
 )
 def test_engine_and_trainer_compute_with_the_same_base(kind, dtype, limit):
@@ -333,7 +333,12 @@ def _scored(loaded):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, dtype", [("llama", "float32"), ("llama", "bfloat16"), ("gpt2", "float32")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    covering(
+        [("llama", "float32"), ("llama", "bfloat16"), ("gpt2", "float32")], [("llama", "bfloat16"), ("gpt2", "float32")]
+    ),
+)
 def test_a_merged_model_computes_what_was_trained(tmp_path, kind, dtype):
     save_model(far(kind, dtype), tmp_path / "base")
     loaded = load_model(str(tmp_path / "base"), dtype=dtype, four_bits=True)
@@ -420,7 +425,7 @@ def test_a_run_stores_the_adapter_and_holds_what_was_planned(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep  # tests/units/test_adapters.py kills; that each process packs the same bits is in the next test
+@pytest.mark.sweep  # law 9 kills a run with an adapter; that each process packs the same bits is in the next test
 def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
     assert run_and_die(tmp_path / "run", ("StepDone", 5), **QLORA) == -9
     run(tmp_path / "run", **QLORA)

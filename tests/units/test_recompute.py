@@ -22,7 +22,21 @@ from rondel.planner.activations import activation_bytes, kept_bytes
 from rondel.planner.shapes import model_shape
 
 FEW = ("llama", "qwen3_moe", "gemma3n_text", "lfm2", "qwen3_5_text")
-ALL = covering(FAMILIES, {*ONE_OF_EACH, *FEW}, fast=FEW)
+# What runs again is a whole layer: of these, each kind is a layer of another family in the list, or sees through its layers.
+ALIKE = {
+    *(
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_vl_moe",
+        "gemma4",
+        "gemma4_unified_text",
+        "zamba2",
+        "bailing_hybrid",
+    ),
+    *("granitemoehybrid", "jamba", "lfm2_moe", "afmoe", "axk2", "smollm3", "gemma2", "minicpm3"),
+}
+ALL = covering(FAMILIES, {*ONE_OF_EACH, *FEW} - ALIKE, fast=FEW)
 
 
 def kept_numbers(t, b, algo) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,22 +38,29 @@ PLACES = {
 }
 
 
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory) -> Path:
+    """Engine and trainer on one device; every checkpoint is kept."""
+    folder = tmp_path_factory.mktemp("rounded") / "run"
+    every = {"run__checkpoint__every": 1, "run__checkpoint__keep": 9, "task__eval__every": 3}
+    run(folder, **SHORT, **ROUNDED, **every, trainer__lr=1e-2)
+    return folder
+
+
 @pytest.mark.slow
-def test_each_side_has_its_own_logprobs(tmp_path):
+def test_each_side_has_its_own_logprobs(rounded):
     """What a token was drawn with is what the rounded weights say of it, and what the trainer notes what the whole ones do:
     computed again from the checkpoint of the version that drew it, by transformers.
     """
-    every = {"run__checkpoint__every": 1, "run__checkpoint__keep": 9, "trainer__lr": 1e-2}
-    run(tmp_path, **SHORT, **ROUNDED, **every)
     seen = 0
     for step in (2, 3):
-        path = str(tmp_path / f"checkpoints/step-{step - 1:06d}")
+        path = str(rounded / f"checkpoints/step-{step - 1:06d}")
         whole, served = (load_model(path, dtype="float32") for _ in range(2))
         with torch.no_grad():
             for name in formatted_parameters(served.model):
                 p = served.model.get_parameter(name)
                 p.copy_(format_of("int4").fake(p))
-        for row in read_step(tmp_path, step)[:12]:
+        for row in read_step(rounded, step)[:12]:
             at = [i for i, written in enumerate(row["mask"]) if written]
             for loaded, told, other in (
                 (served, "behavior_logprobs", "trainer_logprobs"),
@@ -67,11 +75,14 @@ def test_each_side_has_its_own_logprobs(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", covering(PLACES, ["shared", "two ranks", "parts of an engine"]))
-def test_wherever_engine_and_trainer_are(tmp_path, place):
+def test_wherever_engine_and_trainer_are(tmp_path, rounded, place):
     """Encoded weights arrive at every update, and K3 is that of the format: below its alarm, far above rounding in fp32."""
     if place == "ray":
         pytest.importorskip("ray")
-    run(tmp_path, **SHORT, **ROUNDED, **PLACES[place])
+    if place == "shared":
+        tmp_path = rounded
+    else:
+        run(tmp_path, **SHORT, **ROUNDED, **PLACES[place])
     done = [e["metrics"] for e in events(tmp_path, "StepDone")]
     assert all(1e-7 < m["train/mismatch_k3_lag_0"] < 0.2 for m in done), done
     assert all(abs(m["train/correction"] - 1) < 0.1 and "train/correction_truncated" in m for m in done)
@@ -84,7 +95,7 @@ def test_wherever_engine_and_trainer_are(tmp_path, place):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep  # its trainer has no format; masters that have one go on in test_weight_formats.py
+@pytest.mark.sweep  # its trainer has no format; law 9 kills one that has
 def test_a_killed_run_ends_with_the_same_bits(tmp_path):
     how = {**ROUNDED, "loop__warmup__steps": 2, "loop__steps": 6, "run__checkpoint__every": 2}
     run(tmp_path / "whole", **how)
@@ -95,18 +106,17 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_evaluation_says_with_which_weights(tmp_path):
+def test_an_evaluation_says_with_which_weights(rounded):
     """In the run, on its card, and of a checkpoint, which is rounded again or evaluated whole."""
-    run(tmp_path, **SHORT, **ROUNDED, task__eval__every=3)
-    told = events(tmp_path, "Evaluated")
+    told = events(rounded, "Evaluated")
     assert told and {e["request"]["weights"] for e in told} == {"rounded to int4, in the engine alone"}
-    page = render_markdown(card_of(tmp_path))
+    page = render_markdown(card_of(rounded))
     assert "Measured with weights rounded to int4, in the engine alone." in page
     assert "the correction weighed tokens by" in page and "4.5 bits a weight, in the engine alone" in page
-    again = evaluate_checkpoint(str(tmp_path), None, {})
+    again = evaluate_checkpoint(str(rounded), None, {})
     assert again.request["weights"] == "rounded to int4, in the engine alone" and again.score == told[-1]["score"]
-    assert "weights" not in evaluate_checkpoint(str(tmp_path), None, {"model.format": "none"}).request
-    assert all("weights" not in e.get("request", {}) for e in read(tmp_path) if e["kind"] != "Evaluated")
+    assert "weights" not in evaluate_checkpoint(str(rounded), None, {"model.format": "none"}).request
+    assert all("weights" not in e.get("request", {}) for e in read(rounded) if e["kind"] != "Evaluated")
 
 
 @pytest.mark.slow
@@ -174,7 +184,7 @@ def test_an_engine_that_cannot_hold_codes_says_so(tmp_path, form, changes, said)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["whole", "rounded"])
+@pytest.mark.parametrize("trainer", covering(["whole", "rounded"], ["rounded"]))
 def test_an_engine_that_holds_codes_trains_the_same(tmp_path, trainer):
     """Codes that stay codes: the same tokens, so the same checkpoint, in less memory. `rounded`: as the format's name alone."""
     form, place = {"engine": "int4", "trainer": trainer}, {"place__kind": "split", "place__cluster": "local"}

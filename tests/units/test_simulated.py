@@ -120,15 +120,15 @@ def test_ten_thousand_devices():
     are tens of thousands of them a step.
     """
     setting = what_if(["model=7b", "gpus=10240", "prompts=512", "output=8k", "staleness=2", "trainers=2560"])
-    told = simulate(world_of(setting), steps=3, first=2)
-    assert told["steps"] == 3 and told["samples_per_second"] > 0 and max(map(int, told["lags"])) <= 2
+    told = simulate(world_of(setting), steps=2, first=1)
+    assert told["steps"] == 2 and told["samples_per_second"] > 0 and max(map(int, told["lags"])) <= 2
 
 
 def test_the_chain_names_what_helps_and_it_does():
     from rondel.simulate.chain import PUBLISHED, TIERS, build_chain
 
-    rows = build_chain((8, 64, 256, 4096, 10240), gain_devices=8, steps=2)
-    assert [row["devices"] for row in rows["tiers"]] == [n for n in TIERS if n != 1024]
+    rows = build_chain((8, 64, 256, 4096), gain_devices=8, steps=1)
+    assert [row["devices"] for row in rows["tiers"]] == [n for n in TIERS if n not in (1024, 10240)]
     assert all(row["gain"] > 1 for row in rows["tiers"])
     gain = [row["gain"] for row in rows["gains"]]
     assert gain[0] == pytest.approx(1, abs=0.15), "equal lengths: asynchrony is as fast as perfect colocation"

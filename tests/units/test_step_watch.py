@@ -359,7 +359,7 @@ def test_a_run_trains_the_same_weights(tmp_path):
     weights, counts = {}, {}
     for name, how in (("early", {"pipelined": True}), ("after", {})):
         reward = {"kind": "process", "scorer": here("by_length"), "separator": "e", "aggregate": "sum", **how}
-        more = {"loop__steps": 1, "loop__warmup__steps": 0, "engine__sampling__max_tokens": 40}
+        more = {"loop__steps": 1, "loop__warmup__steps": 0, "engine__sampling__max_tokens": 24}
         runs.run(tmp_path / name, task__reward=reward, **more)
         weights[name] = runs.final(tmp_path / name)
         told = [event["counts"] for event in read(tmp_path / name) if event["kind"] == "RewardCounts"]
