@@ -152,7 +152,6 @@ def _run_until(folder: Path, moment: tuple[str, int], what: signal.Signals, chan
     try:
         run(folder, **changes)
     except Stopped as stopped:
-        print(stopped)
         sys.exit(stopped.code)
 
 
