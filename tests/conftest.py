@@ -4,6 +4,7 @@ Test workers share the cores. A thread pool that spins while it waits takes the 
 the one it waits for: two processes of two threads each took 110 s on two cores for what
 they do in 3 s when they sleep (docs/LOG.md).
 """
+# ruff: noqa: E402
 
 import atexit
 import contextlib
@@ -12,6 +13,18 @@ import importlib
 import os
 import sys
 from pathlib import Path
+
+ended = []  # the session, once its exit status is known
+
+
+@atexit.register  # before what is imported below has registered anything: the first is called last
+def _end_at_once():
+    """Taking apart all that was imported would take 6 s of a core; what is printed is written first."""
+    if ended and ("PYTEST_XDIST_WORKER" in os.environ or is_program("pytest")):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended[0].exitstatus)
+
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or torch compiles 9 s of programs to see what the compiler can
@@ -30,17 +43,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 pytest.register_assert_rewrite("kits")
-
-ended = []  # the session, once its exit status is known
-
-
-@atexit.register  # the first that is registered is called last
-def _end_at_once():
-    """Taking apart all that was imported would take 6 s of a core; what is printed is written first."""
-    if ended and ("PYTEST_XDIST_WORKER" in os.environ or is_program("pytest")):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(ended[0].exitstatus)
 
 
 def pytest_sessionfinish(session):
