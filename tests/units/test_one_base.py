@@ -14,7 +14,6 @@ from kits.adapter_bank import merged
 from kits.engine import SIZE, all_of, ask, engine, idle, plain_logprobs, prompt, twin
 from kits.engine import tiny as tiny_model
 from kits.runs import events, run, run_and_die, tiny
-from kits.sweeps import covering
 from rondel.assemble.components import build
 from rondel.assemble.one_base import shares_base
 from rondel.core.errors import EngineError, SyncError
@@ -71,8 +70,7 @@ def test_who_shares_an_aligned_base_is_aligned():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", covering([False, True], [False]))  # tests/units/test_policies.py kills such a run
-def test_a_run_on_one_base_ends_as_models_apart_to_the_bit(tmp_path, killed):
+def test_a_killed_run_on_one_base_ends_as_models_apart_to_the_bit(tmp_path):
     """Aligned: else in which batch a turn is computed, and so its last bits, depends on the clock. Models of folders of
     their own, with equal weights, are loaded apart.
     """
@@ -88,7 +86,7 @@ def test_a_run_on_one_base_ends_as_models_apart_to_the_bit(tmp_path, killed):
     }
     assert shares_base(tiny(tmp_path / "one", **one)) and not shares_base(tiny(tmp_path / "apart", **apart))
     run(tmp_path / "apart", **apart)
-    assert not killed or run_and_die(tmp_path / "one", ("GroupsTaken", 2), **one) == -9
+    assert run_and_die(tmp_path / "one", ("GroupsTaken", 2), **one) == -9
     run(tmp_path / "one", **one)
 
     for policy in ("", "critic"):
