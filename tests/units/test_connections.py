@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import asynccontextmanager, suppress
 
 import pytest
@@ -88,6 +89,23 @@ def test_the_end_waits_for_no_half_of_a_request():
             server.should_exit = True
             await asyncio.wait_for(work, 20)  # of the 60 that are for answers
             assert [await closed(reader) for reader, _ in opened] == [b""] * 3
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_the_end_waits_for_no_client_that_connects_just_then(turns):
+    """Accepted by the loop, not yet known to the server when it closes what it knows."""
+
+    async def work():
+        with bind_socket("127.0.0.1", 0, api_key="") as sock:
+            server = HttpServer(app, sock, drain=60)
+            await server.open()
+            with socket.create_connection(sock.getsockname()) as late:  # no turn of the loop between here and there
+                late.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nhalf")
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await asyncio.wait_for(server.close(), 20)  # of the 60 that are for answers
 
     asyncio.run(work())
 

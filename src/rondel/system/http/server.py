@@ -11,6 +11,7 @@ from typing import Any
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from rondel.core.errors import UserError
 from rondel.system.sockets import is_loopback
@@ -34,13 +35,20 @@ def bind_socket(host: str, port: int, *, api_key: str) -> socket.socket:
     return sock
 
 
+class ConnectionState(ServerState):
+    """What the server's connections share; `ending` once it closes them."""
+
+    ending = False
+
+
 class PatientConnection(H11Protocol):
     """One client's connection, closed if the headers of a request are not complete `HEADERS` seconds after it
-    connected or sent their first byte, and at the end of the server if a request is not complete. uvicorn waits for
-    both without a limit.
+    connected or sent their first byte, and at the end of the server if a request is not complete or it was accepted
+    too late to be told of the end. uvicorn waits for each of them without a limit.
     """
 
     HEADERS = 20.0
+    server_state: ConnectionState
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -48,6 +56,8 @@ class PatientConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.server_state.ending:
+            transport.close()
         self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -109,6 +119,7 @@ class HttpServer(uvicorn.Server):
             timeout_keep_alive=keep_alive,
         )
         super().__init__(config)
+        self.server_state: ConnectionState = ConnectionState()
         self.socket, self.ready = sock, ready
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -126,6 +137,10 @@ class HttpServer(uvicorn.Server):
 
     async def close(self) -> None:
         await self.shutdown([self.socket])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.server_state.ending = True
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
