@@ -3,6 +3,7 @@
     ragged    trainer.micro_tokens = N
     static    trainer.micro_tokens = { most = N }
     compiled  the same with compile = true (--compile): minutes for each shape on a CPU
+    recorded  the same with compile = "record" (--record): CUDA graphs of a GPU
 
 A compiler that knows one shape at a time makes as many programs as there are shapes. Of a ragged pass these are the sizes
 of the row, of its targets and of each attention call. Runs alternate, A B A B:
@@ -86,6 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--micro", type=int, default=512, help="tokens of a micro-batch")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each kind, in turn")
     parser.add_argument("--compile", action="store_true", help="a third kind, compiled by torch's inductor")
+    parser.add_argument("--record", action="store_true", help="another kind, recorded as CUDA graphs: needs a GPU")
     parser.add_argument("--json", action="store_true")
     from _work import add_set, median, overrides, report
 
@@ -99,6 +101,8 @@ def main(argv: list[str] | None = None) -> None:
     kinds: dict[str, Any] = {"ragged": a.micro, "static": {"most": a.micro}}
     if a.compile:
         kinds["compiled"] = {"most": a.micro, "compile": True}
+    if a.record:
+        kinds["recorded"] = {"most": a.micro, "compile": "record"}
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for _ in range(a.rounds):
         for kind, micro in kinds.items():
@@ -113,8 +117,8 @@ def main(argv: list[str] | None = None) -> None:
             f"{kind}_median_s": round(median([r["train_s"] for r in runs]), 4),
             f"{kind}_padding": round(last["padding"], 3),
         }
-        if kind == "compiled":
-            row |= {"compiled_graphs": last["graphs"], "compile_s": [round(r["compile_s"], 1) for r in runs]}
+        if last["graphs"]:
+            row |= {f"{kind}_graphs": last["graphs"], f"{kind}_made_s": [round(r["compile_s"], 1) for r in runs]}
     report(row, only_json=a.json)
 
 

@@ -23,8 +23,9 @@ from rondel.core.errors import ConfigError
 from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
-from rondel.models.cuda_graphs import CudaGraph, DecodeGraphs, sizes_upto
+from rondel.models.cuda_graphs import DecodeGraphs, sizes_upto
 from rondel.models.dense_attention import ScoreRule
+from rondel.models.graph_recording import CudaGraph
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 

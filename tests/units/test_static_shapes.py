@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch._logging._internal import trace_log
@@ -16,6 +18,7 @@ from rondel.models.dense_attention import ScoreRule
 from rondel.models.static_layout import StaticLayout
 from rondel.runtime.telemetry.card import count_shapes, shapes_text
 from rondel.train.annotate import forward
+from rondel.train.joint_graph import GraphRun, traced
 from rondel.train.pack import batch_of, micro_batches, pack_samples
 from rondel.train.shape_buckets import ShapeBucket, ShapeBuckets, buckets_upto
 from rondel.train.static_batch import StaticShapes, pad_packed
@@ -35,7 +38,7 @@ def no_trace(monkeypatch):
 def static_trainer(kind="llama", algo=FULL, *, graphs=False, shapes=SHAPES, **how):
     t = trainer(model(kind), algo, micro_tokens=shapes[-1][0], shapes=shapes, **how)
     if graphs:
-        t.static._compiler = lambda graph, inputs: graph  # the graph itself, operation by operation
+        t.static._make = traced(lambda graph, inputs: graph)  # the graph itself, operation by operation
     return t
 
 
@@ -116,6 +119,64 @@ def test_there_are_as_many_graphs_as_shapes_and_they_compute_the_same():
     assert t.static.graph_count == len(t.static.buckets.buckets) == 2
     told = t.static.take_metrics()
     assert told["train/compiled_graphs"] == 2 and told["train/shapes"] == 2
+
+
+class Recording:
+    """What a CUDA graph does, on a CPU: the pass again, over the tensors of its recording, into the same outputs."""
+
+    made = 0
+
+    def __init__(self, work, change=0.0):
+        Recording.made += 1
+        self.work, self.out, self.change = work, work(), change
+
+    def replay(self):
+        for room, found in zip(self.out, self.work(), strict=True):
+            room.copy_(found + self.change)
+        return self.out
+
+
+def recorded_trainer(record=Recording):
+    t = static_trainer("shallow")
+    t.static._make = lambda joint, tensors: GraphRun(joint, tensors, record)
+    return t
+
+
+def test_recorded_passes_are_those_that_were_not_recorded():
+    """One recording a shape, of new numbers in the same buffers; and another where weights have moved."""
+    Recording.made, t = 0, recorded_trainer()
+    for seed in (0, 1, 0):
+        b = batch(awkward_groups(seed), FULL)
+        whole = gradient(trainer(model("shallow"), FULL), b, FULL)
+        assert apart(gradient(t, b, FULL, micro_tokens=40), whole) <= 1e-6
+    assert Recording.made == len(t.static.buckets.buckets) == 2
+    for p in t.loaded.model.parameters():
+        p.data = p.data.clone()
+    assert apart(gradient(t, b, FULL, micro_tokens=40), whole) <= 1e-6
+    assert Recording.made == 4, "addresses are what a graph remembers"
+
+
+def test_a_recording_that_lies_or_fails_stops_the_run():
+    with pytest.raises(ConfigError, match=r"differs from the plain one by .* set compile = false"):
+        gradient(recorded_trainer(partial(Recording, change=0.5)), batch(awkward_groups(), FULL), FULL, micro_tokens=40)
+
+    def fails(work):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(ConfigError, match="cannot be recorded as a CUDA graph: operation not permitted"):
+        gradient(recorded_trainer(fails), batch(awkward_groups(), FULL), FULL, micro_tokens=40)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph is recorded on a GPU")
+def test_a_cuda_graph_of_training_has_the_gradient_of_the_plain_pass():
+    b = batch(awkward_groups(), FULL)
+    whole = gradient(trainer(model("shallow"), FULL), b, FULL)
+    t = static_trainer("shallow")
+    t.loaded.model.to("cuda")
+    t.static._make = GraphRun
+    for _ in range(2):
+        assert apart(gradient(t, b, FULL, micro_tokens=40).cpu(), whole) <= 1e-5
 
 
 @pytest.mark.slow

@@ -65,11 +65,15 @@ def refuse_static_shapes(job: Job, sampling: Sampling, loaded: LoadedModel, need
         (job.engine.speculative.kind != "draft", "a draft model is trained in passes of its own"),
         (
             not given.compile or str(loaded.dtype) != "torch.float16",
-            "compile = true computes gradients before float16 can scale them: use bfloat16 or float32",
+            "compile computes gradients before float16 can scale them: use bfloat16 or float32",
         ),
         (
             not given.compile or job.trainer.memory.recompute == "none",
-            "compile = true decides itself what is kept for the backward pass: leave memory.recompute out",
+            "compile decides itself what is kept for the backward pass: leave memory.recompute out",
+        ),
+        (
+            given.compile != "record" or loaded.device.type == "cuda",
+            f'compile = "record" makes CUDA graphs, and the trainer computes on {loaded.device}: take true or false',
         ),
     ]
     for holds, rule in rules:

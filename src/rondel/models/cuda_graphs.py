@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
-from weakref import WeakSet
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,41 +22,11 @@ from torch import Tensor
 from rondel.core.errors import ConfigError
 from rondel.models.attention import AttentionLayout
 from rondel.models.compilation import REMEDY, TOLERANCE, CompiledModel, refuse_compilation
+from rondel.models.graph_recording import CudaGraph, GraphRecording
 
 if TYPE_CHECKING:
     from rondel.models.fed_layout import FedLayout
     from rondel.models.loaded_model import LoadedModel
-
-
-class GraphRecording(Protocol):
-    """`work` as it was carried out once, to be carried out again over what its inputs hold then."""
-
-    def replay(self) -> Tensor: ...
-
-
-class CudaGraph:
-    """torch's. All that live share one pool of memory: only one runs at a time. A pool ends with the last of its graphs."""
-
-    pool: Any = None
-    alive: ClassVar[WeakSet[CudaGraph]] = WeakSet()
-
-    def __init__(self, work: Callable[[], Tensor]) -> None:
-        self.work = work  # the tensors that only it holds have addresses in the graph, too
-        if not CudaGraph.alive:
-            CudaGraph.pool = torch.cuda.graph_pool_handle()
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            work()  # compiles kernels, chooses algorithms, makes workspaces
-        torch.cuda.current_stream().wait_stream(aside)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=CudaGraph.pool, capture_error_mode="thread_local"):
-            self.out = work()
-        CudaGraph.alive.add(self)
-
-    def replay(self) -> Tensor:
-        self.graph.replay()
-        return self.out
 
 
 class DecodeGraphs:
@@ -92,7 +61,8 @@ class DecodeGraphs:
         self._forget_if_moved(layout)
         size = next(size for size in self.sizes if size >= n)
         if size in self.recorded:
-            return self.recorded[size].replay()[:n]
+            found: Tensor = self.recorded[size].replay()
+            return found[:n]
         return self._record_graph(size, layout)[:n]
 
     def forget_graphs(self) -> None:
@@ -133,7 +103,7 @@ class DecodeGraphs:
                 f"engine.compile: a step of '{loaded.name}' cannot be recorded as a CUDA graph: "
                 f"{str(error).strip().splitlines()[0]}; {REMEDY}"
             ) from error
-        out = recording.replay()
+        out: Tensor = recording.replay()
         gap = float((loaded.head.logits(out).log_softmax(-1) - plain).abs().mean())
         if not gap <= TOLERANCE[loaded.dtype]:
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class TrainSettings:
     micro_group: int = 0  # a larger group stays whole, with its prompt once, up to so many tokens
     shapes: tuple[tuple[int, int], ...] = ()  # (tokens, targets) that micro-batches are padded to; none: no padding
     shapes_grow: bool = False  # a sample that none of them holds adds one
-    compile_passes: bool = False  # each of these shapes as one compiled graph
+    compile_passes: bool | Literal["record"] = False  # each of these shapes as one compiled or recorded graph
     updates_per_step: int = 1
     epochs: int = 1  # passes over the batch, all against the same proximal logprobs and the same advantages
     recompute: str = (

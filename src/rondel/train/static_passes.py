@@ -6,7 +6,8 @@ Run operation by operation, or as one graph for each shape, in which forward and
 
 The graph is made by running the pass once over tensors that have shapes and no numbers (torch's make_fx). Whatever would
 depend on a number - a branch, a shape, a value that the host reads - is an error there, so a graph that was made is a
-proof that nothing does. It is compiled by torch's inductor, and never again while the shapes are the same.
+proof that nothing does. It is compiled by torch's inductor, and never again while the shapes are the same. On a GPU the
+pass may be recorded as a CUDA graph instead.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from rondel.algos.scored_samples import dense_group_ids
 from rondel.algos.tokens import TokenBatch
 from rondel.core.errors import ConfigError
-from rondel.train.joint_graph import Compiler, JointGraph, compile_graph
+from rondel.train.joint_graph import GraphRun, JointGraph, Maker, compile_graph, traced
 from rondel.train.shape_buckets import ShapeBuckets
 from rondel.train.static_batch import (
     StaticBuffers,
@@ -80,12 +81,12 @@ class StaticLoss(nn.Module):
 class StaticPasses:
     """The training passes of a run whose shapes are fixed.
 
-    compiles   each shape once, as a graph; operation by operation otherwise
+    make   each shape once, as a compiled or recorded graph; operation by operation otherwise
     """
 
-    def __init__(self, loaded: LoadedModel, buckets: ShapeBuckets, *, compiler: Compiler | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, buckets: ShapeBuckets, *, make: Maker | None = None) -> None:
         self.loaded, self.buckets, self.shapes = loaded, buckets, StaticShapes(buckets)
-        self._compiler = compiler
+        self._make = make
         self._buffers: dict[Any, StaticBuffers] = {}
         self._graphs: dict[Any, JointGraph] = {}
         self.compile_seconds = 0.0
@@ -113,7 +114,7 @@ class StaticPasses:
             self._buffers[key] = StaticBuffers(packed.shape, given)
         inputs = self._buffers[key].fill(packed, given)
         loss_of = StaticLoss(loss, self.loaded, row, temperature)
-        if self._compiler is None:
+        if self._make is None:
             value, measured = loss_of(inputs)
         else:
             refuse_changing_row(row)
@@ -125,7 +126,7 @@ class StaticPasses:
     def take_metrics(self) -> dict[str, float]:
         """Of the passes since the last call."""
         out = self.buckets.take_metrics()
-        if self._compiler is not None:
+        if self._make is not None:
             out |= {"train/compiled_graphs": float(self.graph_count), "train/compile_s": self.compile_seconds}
             self.compile_seconds = 0.0
         return out
@@ -133,8 +134,8 @@ class StaticPasses:
     def _run_graph(self, key: Any, loss_of: StaticLoss, inputs: dict[str, Tensor]) -> tuple[Tensor, Measured]:
         if key not in self._graphs:
             began = time.perf_counter()
-            assert self._compiler is not None
-            self._graphs[key] = JointGraph(loss_of, inputs, self._compiler)
+            assert self._make is not None
+            self._graphs[key] = JointGraph(loss_of, inputs, self._make)
             self.compile_seconds += time.perf_counter() - began
         return self._graphs[key](inputs)
 
@@ -151,4 +152,5 @@ def refuse_changing_row(row: Algorithm) -> None:
 def make_static_passes(loaded: LoadedModel, settings: TrainSettings) -> StaticPasses:
     """As the settings of a trainer have it."""
     buckets = ShapeBuckets(settings.shapes, grows=settings.shapes_grow)
-    return StaticPasses(loaded, buckets, compiler=compile_graph if settings.compile_passes else None)
+    makers: dict[Any, Maker] = {True: traced(compile_graph), "record": GraphRun}
+    return StaticPasses(loaded, buckets, make=makers.get(settings.compile_passes))

@@ -90,10 +90,10 @@ class StaticShapesConfig(SettingsTable):
         "auto", description="trained tokens of each shape, one for each of `buckets`; auto: as many as it has tokens"
     )
     most: Count | Literal["auto"] = Field("auto", description='tokens of the largest shape with buckets = "auto"')
-    compile: bool = Field(
+    compile: bool | Literal["record"] = Field(
         False,
         description="forward and backward pass of each shape as one graph, compiled by torch's inductor when the shape "
-        "is first met",
+        'is first met; "record": as a CUDA graph, without a compiler',
     )
 
     @model_validator(mode="after")
