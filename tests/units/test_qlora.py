@@ -435,7 +435,6 @@ def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep  # an adapter goes there in test_adapters.py
 def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path):
     """Law 2: each side packs the base for itself, to the same bits, and the adapter travels."""
     run(tmp_path / "run", **QLORA, place__kind="split")
