@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import warnings
@@ -152,4 +153,14 @@ def call_all(address: str, key: str, base: str) -> dict[tuple[str, str], str]:
         last = ("ServiceClient", "close")
         for client, name in [*(m for m in methods() if m != last), last]:
             out[client, name] = call(client, name)
+    _close_clients()
     return out
+
+
+def _close_clients() -> None:
+    """All of this process, also those that a handle made: one that is left knocks at the door of a server that has ended."""
+    from tinker.lib.internal_client_holder import InternalClientHolder
+
+    for found in gc.get_objects():
+        if type(found) is InternalClientHolder:
+            found.close()
