@@ -52,7 +52,7 @@ def play(env, state, policy, **more):
 
 
 def budget(**limits):
-    return episodes_of(EpisodeConfig(budget=limits), Talks(), TOK)()
+    return episodes_of(EpisodeConfig(budget=limits), Talks(), TOK, {})()
 
 
 def test_each_budget_ends_the_episode_under_its_name():
@@ -239,4 +239,4 @@ def test_a_setting_without_effect_is_refused():
         ({"budget": {"over": "drop"}}, Talks(), TOK, "without a budget"),
     ):
         with pytest.raises(ConfigError, match=words):
-            episodes_of(EpisodeConfig(**settings), env, tok)
+            episodes_of(EpisodeConfig(**settings), env, tok, {})

@@ -90,4 +90,4 @@ def test_a_task_that_the_template_refuses_is_named_before_the_run():
     job = SimpleNamespace(task=SimpleNamespace(suffix="", system=None))
     known = SimpleNamespace(tokenizer=strict, sight=None, max_context=100)
     with pytest.raises(DataError, match=r"task t/1: the chat template refuses messages \(system\): .*no system role"):
-        longest_conversation(job, found, SingleTurn(), known, Sampling(max_tokens=8))  # type: ignore[arg-type]
+        longest_conversation(job, found, SingleTurn(), known, Sampling(max_tokens=8), {})  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 import shlex
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +31,7 @@ from rondel.assemble.refusals import (
 )
 from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of, warn_of_entropy
 from rondel.assemble.run_components import Components
+from rondel.assemble.shots import play_shots
 from rondel.assemble.step_refusals import refuse_block_job, refuse_control_job, refuse_flow_job, refuse_world_model
 from rondel.assemble.world_sizes import with_world_sizes
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
@@ -67,6 +68,7 @@ from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.control import Control
 from rondel.generate.envs.curriculum import build_curriculum
 from rondel.generate.envs.debate import Debate
+from rondel.generate.envs.episode import EpisodeState
 from rondel.generate.envs.experts import EXPERTS, DemonstratedGym
 from rondel.generate.envs.flow import Flow
 from rondel.generate.envs.gateway.agent import agent_of, function_agent
@@ -88,7 +90,7 @@ from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tools
 from rondel.generate.envs.verifiers import agent_of_verifiers
 from rondel.generate.envs.worlds import world_factory
-from rondel.generate.template import Template
+from rondel.generate.template import Messages, Template
 from rondel.models import adapters, nf4
 from rondel.models.block_diffusion.settings import block_of, has_blocks
 from rondel.models.load import tokenizer_of
@@ -149,7 +151,8 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
         if shows and not isinstance(env, DemonstratedGym):
             refuse_unanswered(key, tasks.train)
-    tasks = _that_fit(job, tasks, env)
+    shots = play_shots(job, tasks, env, sampling)
+    tasks = _that_fit(job, tasks, env, shots)
     if tasks.too_long:
         emit(
             Warned(
@@ -171,7 +174,7 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
             job,
             rows.needs,
             sampling,
-            lambda known: check_encoded_tasks(job, tasks, shown, env, known, sampling),
+            lambda known: check_encoded_tasks(job, tasks, shown, env, known, sampling, shots),
             folder,
         )
         sleeper = pool if pool.naps else None
@@ -203,12 +206,12 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
                 placed.known.tokenizer,
                 ENGINES,
                 rows.needs_teacher,
-                lambda: longest_conversation(job, tasks, env, placed.known, sampling),
+                lambda: longest_conversation(job, tasks, env, placed.known, sampling, shots),
             ),
             _returning(job, env),
             ends.pop_all().close,
             FailureBudget(calls.max_failures, calls.patience),
-            episodes_of(job.task.episode, env, placed.known.tokenizer),
+            episodes_of(job.task.episode, env, placed.known.tokenizer, shots),
             commands,
         )
 
@@ -486,19 +489,22 @@ def with_steps(job: Job) -> tuple[Job, str]:
     if passes is None:
         return job, ""
     tasks = load_run_tasks(job)
-    n = len(_that_fit(job, tasks, env_of(job, tasks)).train if job.task.max_prompt_tokens else tasks.train)
+    if job.task.max_prompt_tokens:
+        env = env_of(job, tasks)
+        tasks = _that_fit(job, tasks, env, play_shots(job, tasks, env, sampling_of(job)))
+    n = len(tasks.train)
     steps = max(1, math.ceil(round(passes * n / groups, 9)))
     why = f"{passes:g} pass{'es' * (passes != 1)} over {n} training tasks, {groups} a step: {passes:g} · {n} / {groups}, rounded up"
     return job.model_copy(update={"loop": job.loop.model_copy(update={"steps": steps, "passes": None})}), why
 
 
-def _that_fit(job: Job, tasks: TaskSet, env: Any) -> TaskSet:
+def _that_fit(job: Job, tasks: TaskSet, env: Any, shots: Mapping[str, Messages]) -> TaskSet:
     """Those whose prompts have at most task.max_prompt_tokens."""
     most = job.task.max_prompt_tokens
     if most is None:
         return tasks
     tokenizer, _, sight = tokenizer_of(job.model.path)
-    count = _prompt_counter(job, env, tokenizer, sight, most, sampling_of(job))
+    count = _prompt_counter(job, env, tokenizer, sight, most, sampling_of(job), shots)
     fits = {id(task) for task in tasks.every_task if count(task) <= most}
     train, held_out = ([task for task in own if id(task) in fits] for own in (tasks.train, tasks.held_out))
     if not train or (tasks.held_out and not held_out):
@@ -518,9 +524,16 @@ def _that_fit(job: Job, tasks: TaskSet, env: Any) -> TaskSet:
 
 
 def _prompt_counter(
-    job: Job, env: Any, tokenizer: Any, sight: ImageProcessorConfig | None, max_context: int, sampling: Sampling
+    job: Job,
+    env: Any,
+    tokenizer: Any,
+    sight: ImageProcessorConfig | None,
+    max_context: int,
+    sampling: Sampling,
+    shots: Mapping[str, Messages],
 ) -> Callable[[Task], int]:
     """Task -> tokens of its rendered prompt."""
+    first = next(iter(shots), "")  # the agent that reads a task's prompt
 
     async def refuse_generation(request: Request) -> Completion:
         raise AssertionError("only prompts are rendered here")
@@ -536,7 +549,9 @@ def _prompt_counter(
             max_context=max_context,
             system=job.task.system,
             sight=sight,
+            episode=EpisodeState(shots=shots),
         )
+        chat.trajectory.agent = first
         try:
             chat.give(*prompt(task))
         except TemplateError as error:
@@ -547,7 +562,13 @@ def _prompt_counter(
 
 
 def check_encoded_tasks(
-    job: Job, tasks: TaskSet, shown: list[DemonstrationStream], env: Any, known: ModelInfo, sampling: Sampling
+    job: Job,
+    tasks: TaskSet,
+    shown: list[DemonstrationStream],
+    env: Any,
+    known: ModelInfo,
+    sampling: Sampling,
+    shots: Mapping[str, Messages],
 ) -> int:
     """What is wrong with the tasks or the chat template as tokens is said here, before
     the weights are loaded. -> `longest`.
@@ -557,10 +578,12 @@ def check_encoded_tasks(
     refuse_deaf_template(env, known.tokenizer)
     if told := read_as_text(everything, known.tokenizer):
         emit(Warned(told))
-    return longest_conversation(job, tasks, env, known, sampling)
+    return longest_conversation(job, tasks, env, known, sampling, shots)
 
 
-def longest_conversation(job: Job, tasks: TaskSet, env: Any, known: ModelInfo, sampling: Sampling) -> int:
+def longest_conversation(
+    job: Job, tasks: TaskSet, env: Any, known: ModelInfo, sampling: Sampling, shots: Mapping[str, Messages]
+) -> int:
     """Tokens of the longest conversation. Renders the prompts that look longest: one that
     leaves no room for its answer is an error now, not at step 120."""
 
@@ -578,7 +601,8 @@ def longest_conversation(job: Job, tasks: TaskSet, env: Any, known: ModelInfo, s
         ]
         return len(question_text(task)) + 4 * sum(cells)
 
-    count, most = _prompt_counter(job, env, known.tokenizer, known.sight, known.max_context, sampling), 0
+    count = _prompt_counter(job, env, known.tokenizer, known.sight, known.max_context, sampling, shots)
+    most = 0
     for task in sorted(tasks.every_task, key=task_size)[-32:]:
         n = count(task)
         if n + sampling.max_tokens > known.max_context:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,13 @@ from rondel.core.errors import ConfigError
 from rondel.generate.envs.episode import EpisodeState
 from rondel.generate.envs.episode_budget import EpisodeBudget
 from rondel.generate.envs.single_turn import SingleTurn
+from rondel.generate.template import Messages
 from rondel.runtime.journal.command_log import EpisodeCommandLog
 
 
-def episodes_of(section: EpisodeConfig, env: Any, tokenizer: Any) -> Callable[[], EpisodeState]:
+def episodes_of(
+    section: EpisodeConfig, env: Any, tokenizer: Any, shots: Mapping[str, Messages]
+) -> Callable[[], EpisodeState]:
     """-> what makes the state of a new episode. ConfigError where task.env.drift could have no effect."""
     b, drift = section.budget, section.drift
     limits, drops = (b.tokens, b.turns, b.seconds, b.cost), b.over == "drop"
@@ -34,8 +37,8 @@ def episodes_of(section: EpisodeConfig, env: Any, tokenizer: Any) -> Callable[[]
             "out, or take an instruct model"
         )
     if all(limit is None for limit in limits):
-        return partial(EpisodeState, drift=drift)
-    return lambda: EpisodeState(EpisodeBudget(*limits), drift, drops)
+        return partial(EpisodeState, drift=drift, shots=shots)
+    return lambda: EpisodeState(EpisodeBudget(*limits), drift, drops, shots=shots)
 
 
 def command_log_of(folder: Path | None) -> EpisodeCommandLog | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from hashlib import blake2b
+
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, error_boundary
 from rondel.core.types import Sampling
@@ -9,9 +12,29 @@ from rondel.generate.envs.sources import TaskSet, load_evaluation_sets, load_tas
 
 
 def load_run_tasks(job: Job, trains: bool = True) -> TaskSet:
-    """What task.data and task.eval.sets bring."""
-    env = job.task.env_kind
-    return load_evaluation_sets(job.task.eval.sets, load_tasks(job.task.data, env=env), env=env, trains=trains)
+    """What task.data and task.eval.sets bring, with task.env.shots of it set aside."""
+    env, n, seed = job.task.env_kind, job.task.episode.shots, job.task.data.get("seed", 0)
+    tasks = load_evaluation_sets(job.task.eval.sets, load_tasks(job.task.data, env=env), env=env, trains=trains)
+    return set_shots_aside(tasks, n, seed) if n else tasks
+
+
+def set_shots_aside(tasks: TaskSet, n: int, seed: int) -> TaskSet:
+    """`tasks` with n of the training tasks as `shots`: drawn by their ids and the seed of the data, in whatever order
+    they come.
+    """
+    drawn = sorted(tasks.train, key=lambda task: blake2b(f"shots/{seed}/{task.id}".encode(), digest_size=8).digest())
+    shots = tuple(drawn[:n])
+    gone = {id(task) for task in shots}
+    train, *of_sources = (
+        [t for t in own if id(t) not in gone] for own in (tasks.train, *(o for _, o in tasks.sources))
+    )
+    if not train or not all(of_sources):
+        raise ConfigError(
+            f"task.env.shots = {n} leaves nothing to train on, or nothing of a source: there are {len(tasks.train)} "
+            "training tasks, and what is shown is not trained on; lower it"
+        )
+    sources = tuple((weight, own) for (weight, _), own in zip(tasks.sources, of_sources))
+    return replace(tasks, train=train, sources=sources, shots=shots)
 
 
 def sampling_of(job: Job) -> Sampling:

@@ -73,7 +73,8 @@ def _check_tasks(parts: Components) -> CheckFinding:
         "with too long a prompt": t.too_long,
     }
     left_out = ", ".join(f"{n} {why}" for why, n in dropped.items() if n) or "none"
-    message = f"{len(t.train)} to train on, {len(t.held_out)} held out; left out: {left_out}"
+    shown = f"{len(t.shots)} shown before every prompt, " if t.shots else ""
+    message = f"{len(t.train)} to train on, {shown}{len(t.held_out)} held out; left out: {left_out}"
     message += "".join(f"; {len(own)} in task.eval.sets.{name}" for name, own in t.sets.items())
     if {task.id for task in t.held_out} & {task.id for task in t.train}:
         message += ": evaluated are the prompts that are trained, under other noise"

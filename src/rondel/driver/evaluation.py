@@ -109,6 +109,8 @@ def _summarize(
         "suffix": job.task.suffix,
         "examples": job.task.shown_examples,
     }
+    if shots := job.task.episode.shots:
+        request["shots"] = shots
     if weights := job.model.served_weights:
         request["weights"] = weights
     request["failed"] = sum(t.reward is None for own in draws for t in own)

@@ -296,6 +296,12 @@ class EpisodeConfig(BaseModel):
         EpisodeBudgetConfig(),
         description="what one episode may use: { tokens = 8192, turns = 20, seconds = 300.0, cost = 0.05 }",
     )
+    shots: int = Field(
+        0,
+        ge=0,
+        description="so many training tasks stand before every prompt, played by the environment with its own gold replies "
+        "(of one turn: with the answer); they are not trained on",
+    )
     drift: Literal["keep", "branch", "refuse"] = Field(
         "keep",
         description="where the chat template would write the conversation so far in other tokens than those that stand "

@@ -142,6 +142,10 @@ class TokenChat:
         messages, self._opening = _behind(self._opening or [], messages), None
         if self.system is not None and not any(m.get("role") == "system" for m in messages):
             messages = [{"role": "system", "content": self.system}, *messages]
+        own, shots = messages, self.episode.shots.get(self.trajectory.agent, ()) if first else ()
+        if shots:
+            at = sum(m.get("role") == "system" for m in messages[:1])
+            messages = [*messages[:at], *shots, *messages[at:]]
         self.sent, self.tools = [], tools or self.tools
         plain, sources = split_sources(messages, self.sight)
         tokens = self.template.render_opening(plain, self.tools)
@@ -149,7 +153,7 @@ class TokenChat:
             tokens, media = images_in(tokens, sources, self.sight)
             self.trajectory.extend(tokens, media=media)
             self.sent += messages
-            record_turns(self.trajectory, messages)
+            record_turns(self.trajectory, own)
             return
         self.sent += messages
         self._append_tokens(tokens, sources)
@@ -355,7 +359,8 @@ class TokenChat:
         )
         twin.turn, twin.last_turn = mark.turn, t.tokens[mark.began : n]
         if n:
-            twin.sent, twin.tools, twin._opening = self.sent[: mark.messages], self.tools, None
+            before = len(self.sent) - len(t.conversation)  # shots are sent, and not of the conversation
+            twin.sent, twin.tools, twin._opening = self.sent[: before + mark.messages], self.tools, None
         return twin
 
     @property

@@ -12,7 +12,7 @@ share are trained in each (and computed once).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -24,6 +24,7 @@ from rondel.text.tokenization import LONG, beside_loop
 
 if TYPE_CHECKING:
     from rondel.generate.envs.episode_budget import EpisodeBudget
+    from rondel.generate.template import Messages
 
 
 WIDEST = 4096  # tokens that one is drawn from where others were cut: 16 kB a token of an answer
@@ -49,7 +50,7 @@ class EpisodeState:
              "branch"  what is rendered anew begins another trajectory, which shares the score of the episode
              "refuse"  the episode is a fault of its environment, which names the difference
 
-    `commands` keeps what was run in sandboxes, for an episode that is played again after a crash. `chats` are the
+    `shots` are messages that stand before an agent's first ones, by its name. `commands` keeps what was run in sandboxes, for an episode that is played again after a crash. `chats` are the
     conversations (TokenChat) in which the policy was asked. `drops`: an episode whose budget is used up has no score.
     `watcher` hears of the policy's turns while they are written. `is_measured`: by an evaluation, or as a baseline; it is
     not trained.
@@ -62,6 +63,7 @@ class EpisodeState:
     chats: list[Any] = field(default_factory=list)
     watcher: TurnWatcher | None = None
     is_measured: bool = False
+    shots: Mapping[str, Messages] = field(default_factory=dict)
 
     @property
     def is_out_of_budget(self) -> bool:

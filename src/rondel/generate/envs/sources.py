@@ -50,6 +50,7 @@ class TaskSet:
 
     sources    of a mixture: (weight, its share of `train`); else one
     sets       task.eval.sets: tasks of other origin that are evaluated beside `held_out`
+    shots      training tasks that are shown before every prompt, and not trained on
     """
 
     train: list[Task]
@@ -59,6 +60,7 @@ class TaskSet:
     sources: tuple[tuple[float, list[Task]], ...] = ()
     too_long: int = 0
     sets: Mapping[str, list[Task]] = field(default_factory=dict)
+    shots: tuple[Task, ...] = ()
 
     @property
     def evaluated(self) -> list[Task]:
@@ -130,7 +132,7 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     split_special_tokens   false: the data means the control tokens that its prompts, messages and
                            answers spell; else they are text
     where           which rows to keep, by their fields: where = { level = [2, 4], topic =
-                    "algebra" }, a range or a value
+                    "algebra", family = ["a", "b"] }, a range, a value or one of several texts
     seed            of the split, and of kinds that draw
     """
     if data.get("kind") == "mix":
@@ -277,9 +279,14 @@ def _matches_filter(row: DatasetRow, wanted: dict[str, Any]) -> bool:
         value = _nested_field(row.fields, name)
         if value is None:
             raise _missing_column(row, name, "where")
-        if isinstance(rule, list):
+        if isinstance(rule, list) and rule and all(isinstance(one, str) for one in rule):
+            if value not in rule:
+                return False
+        elif isinstance(rule, list):
             if len(rule) != 2:
-                raise ConfigError(f"task.data.where.{name} = {rule}; a range has two ends: [low, high]")
+                raise ConfigError(
+                    f"task.data.where.{name} = {rule}; a range has two ends: [low, high]; of texts, any number"
+                )
             try:
                 if isinstance(value, str) or not rule[0] <= value <= rule[1]:
                     return False
