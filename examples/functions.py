@@ -1,68 +1,46 @@
-"""Functions of a list in one line, each behind conversations in which such were written: `data = { kind = "functions:functions" }`.
+"""Functions of a number in one line, asked for without an example: `data = { kind = "functions:functions" }`.
 
-What is asked for is one of seven choices of numbers, with a number of its own, and one of five things to tell of them. The
-reward `code` runs what the policy writes on lists that it has not seen.
+The reward `code` runs what the policy writes on numbers that it has not seen. SmolLM2 knows how to write such a function,
+and explains it, fences it, or calls it by another name.
 """
 
 import itertools
 import random
 
-CHOICES = {
-    "the first {k} numbers of the list x": "x[:{k}]",
-    "the last {k} numbers of the list x": "x[-{k}:]",
-    "the list x without its first {k} numbers": "x[{k}:]",
-    "the list x without its last {k} numbers": "x[:-{k}]",
-    "the numbers of the list x that are larger than {k}": "[n for n in x if n > {k}]",
-    "the numbers of the list x that are smaller than {k}": "[n for n in x if n < {k}]",
-    "the numbers of the list x that {k} divides": "[n for n in x if n % {k} == 0]",
+FORMS = {
+    "x plus {k}": "x + {k}",
+    "x minus {k}": "x - {k}",
+    "{k} minus x": "{k} - x",
+    "x times {k}": "x * {k}",
+    "the square of x, plus {k}": "x * x + {k}",
+    "twice x, minus {k}": "2 * x - {k}",
+    "x divided by {k}, rounded down": "x // {k}",
+    "the remainder of x divided by {k}": "x % {k}",
+    "the larger of x and {k}": "max(x, {k})",
+    "the smaller of x and {k}": "min(x, {k})",
+    "whether x is larger than {k}": "x > {k}",
+    "whether {k} divides x": "x % {k} == 0",
+    "the distance between x and {k}": "abs(x - {k})",
 }
-TOLD = {
-    "the sum of {}": "sum({})",
-    "the largest of {}": "max({})",
-    "how many there are of {}": "len({})",
-    "{}, sorted": "sorted({})",
-    "{}, backwards": "{}[::-1]",
-}
-SHOTS = {
-    "the smallest of the first 7 numbers of the list x": "min(x[:7])",
-    "the sum of the last 8 numbers of the list x": "sum(x[-8:])",
-    "the numbers of the list x that are smaller than 7, sorted": "sorted([n for n in x if n < 7])",
-}
-
-
-LARGEST, LARGER = "the largest of {}", "the numbers of the list x that are larger than {k}"
-
-
-def conversation(asked):
-    for question, code in SHOTS.items():
-        yield "user", f"Write f(x) that returns {question}."
-        yield "assistant", f"def f(x): return {code}"
-    yield "user", f"Write f(x) that returns {asked}."
-
-
-def lists_for(chosen, draw, n):
-    """n lists of which something is chosen: nothing has no largest number."""
-    while n:
-        x = draw.sample(range(1, 20), draw.randint(8, 10))
-        if eval(chosen, {"x": x}):
-            yield x
-            n -= 1
+ASKED = "Write f(x) that returns {}, as one line of Python: def f(x): return"
 
 
 def functions(seed=0):
-    """The tasks, as rows: all 204, each another function."""
+    """The tasks, as rows: all 169, each another function."""
     draw = random.Random(seed)
-    for choice, told, k in itertools.product(CHOICES, TOLD, range(2, 8)):
-        if (choice, told) == (LARGER, LARGEST):  # that of all numbers
-            continue
-        asked, chosen = told.format(choice.format(k=k)), CHOICES[choice].format(k=k)
-        code = f"def f(x): return {TOLD[told].format(chosen)}"
+    for (form, chosen), k in itertools.product(FORMS.items(), range(2, 15)):
+        code = f"def f(x): return {chosen.format(k=k)}"
         made = {}
         exec(code, made)
-        asserts = [f"assert f({x}) == {made['f'](x)}" for x in lists_for(chosen, draw, 12)]
+        numbers = [
+            *draw.sample(range(-20, k), 4),
+            k,
+            *draw.sample(range(k + 1, 60), 4),
+            *(k * n for n in draw.sample(range(2, 9), 3)),
+        ]
         yield {
-            "messages": [{"role": role, "content": text} for role, text in conversation(asked)],
+            "prompt": ASKED.format(form.format(k=k)),
             "answer": code,
-            "tests": ["\n".join(asserts)],
+            "tests": ["\n".join(f"assert f({x}) == {made['f'](x)}" for x in numbers)],
             "entry_point": "f",
         }

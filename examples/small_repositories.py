@@ -1,8 +1,8 @@
 """Small repositories with one wrong line each: `python examples/small_repositories.py runs/small-repositories`.
 
-A module has three functions of a list, each in one line. One of these is wrong: a number that is off by one, the
-wrong end of the list, the wrong comparison, another thing to tell. No two repositories have the same wrong function, so
-one that is held out was never mended in training. A check that is there shows one list, the hidden one 24.
+A module has three functions of a number, each in one line. One of these is wrong: a number that is off by one, or
+another operation. No two repositories have the same wrong function, so one that is held out was never mended in
+training. A check that is there shows one number, the hidden one 24.
 """
 
 import difflib
@@ -11,19 +11,17 @@ import random
 import sys
 from pathlib import Path
 
-CHOICES = {
-    "the first {k} numbers": ("x[:{k}]", "x[-{k}:]"),
-    "the last {k} numbers": ("x[-{k}:]", "x[:{k}]"),
-    "all but the first {k} numbers": ("x[{k}:]", "x[:-{k}]"),
-    "all but the last {k} numbers": ("x[:-{k}]", "x[{k}:]"),
-    "the numbers above {k}": ("[n for n in x if n > {k}]", "[n for n in x if n < {k}]"),
-    "the numbers below {k}": ("[n for n in x if n < {k}]", "[n for n in x if n > {k}]"),
-}
-TOLD = {"Sum of": "sum", "Largest of": "max", "Smallest of": "min", "Length of": "len"}
-NUMBERS = range(2, 9)
-SAME = {("the numbers above {k}", "Largest of"), ("the numbers below {k}", "Smallest of")}  # as of all numbers
+from functions import FORMS
+
+# what a line was mistaken for
+OTHER = {
+    "x + {k}": "x - {k}", "x - {k}": "x + {k}", "{k} - x": "x - {k}", "x * {k}": "x + {k}", "x * x + {k}": "x + {k}",
+    "2 * x - {k}": "x - {k}", "x // {k}": "x / {k}", "x % {k}": "x // {k}", "max(x, {k})": "min(x, {k})",
+    "min(x, {k})": "max(x, {k})", "x > {k}": "x < {k}", "x % {k} == 0": "x % {k}", "abs(x - {k})": "x - {k}",
+}  # fmt: skip
+NUMBERS = range(2, 14)
 TASK = 'test = "python3 check.py"\nreport = "exit"\nseconds = 20\npackages = []\nprotected = ["check.py"]\n'
-CHECK = """from lists import {name}
+CHECK = """from numbers_of import {name}
 
 for x, right in {cases}:
     found = {name}(x)
@@ -31,68 +29,48 @@ for x, right in {cases}:
 """
 
 
-def source(name, about, chosen, tells):
-    return f'def {name}(x):\n    """{about}"""\n    return {tells}({chosen})\n'
+def source(name, about, code):
+    return f'def {name}(x):\n    """{about}"""\n    return {code}\n'
 
 
-def wrong_line(draw, choice, k, told):
-    """The function with one line wrong, as (chosen, tells)."""
-    right, other = CHOICES[choice]
-    kind = draw.choice(["number", "other", "told"])
-    if kind == "number":
-        return right.format(k=k + draw.choice([-1, 1])), TOLD[told]
-    if kind == "other":
-        return other.format(k=k), TOLD[told]
-    return right.format(k=k), draw.choice([tells for tells in TOLD.values() if tells != TOLD[told]])
+def describe(form, k):
+    """What a function returns, as a sentence: "The larger of x and 3."."""
+    said = form.format(k=k)
+    return f"{said if said[0] == 'x' else said[0].upper() + said[1:]}."
+
+
+def wrong_code(draw, code, k):
+    return code.format(k=k + draw.choice([-1, 1])) if draw.random() < 0.5 else OTHER[code].format(k=k)
 
 
 def cases(draw, right, wrong, n):
-    """n lists with what the function returns, of which the first shows the mistake; None where none does."""
+    """n numbers with what the function returns, of which the first shows the mistake; None where none does."""
     of = {}
-    exec(right, of)
-    mend = of["f"]
-    exec(wrong, of)
-    found = []
-    for _ in range(200):
-        x = draw.sample(range(20), draw.randint(9, 12))
-        try:
-            said = mend(x)
-        except ValueError:  # nothing has no largest number
-            continue
-        try:
-            shown = of["f"](x) != said
-        except ValueError:
-            shown = True
-        if found or shown:
-            found.append((x, said))
-        if len(found) == n:
-            return found
-    return None
+    exec(source("mend", "", right) + source("broken", "", wrong), of)
+    told = [(x, of["mend"](x)) for x in draw.sample(range(-30, 60), 60)]
+    shown = next((one for one in told if one[1] != of["broken"](one[0])), None)
+    return shown and [shown, *[one for one in told if one != shown][: n - 1]]
 
 
 def write_repository(folder, draw, function, others):
-    """False where no list shows the mistake."""
-    choice, k, told = function
-    right, about = CHOICES[choice][0].format(k=k), f"{told} {choice.format(k=k)}."
-    wrong = wrong_line(draw, choice, k, told)
-    found = cases(draw, source("f", about, right, TOLD[told]), source("f", about, *wrong), 24)
+    """False where no number shows the mistake."""
+    form, k = function
+    right, about = FORMS[form].format(k=k), describe(form, k)
+    wrong = wrong_code(draw, FORMS[form], k)
+    found = cases(draw, right, wrong, 24)
     if found is None:
         return False
-    names = draw.sample(["alpha", "beta", "gamma", "delta", "omega"], 3)
-    texts = [
-        source(name, f"{b} {a.format(k=n)}.", CHOICES[a][0].format(k=n), TOLD[b])
-        for name, (a, n, b) in zip(names[1:], others)
-    ]
-    place, name = draw.randrange(3), names[0]
+    name, *more = draw.sample(["alpha", "beta", "gamma", "delta", "omega"], 3)
+    texts = [source(other, describe(f, n), FORMS[f].format(k=n)) for other, (f, n) in zip(more, others)]
+    place = draw.randrange(3)
     before, after = (
-        "\n\n".join([*texts[:place], source(name, about, *both), *texts[place:]])
-        for both in (wrong, (right, TOLD[told]))
+        "\n\n".join([*texts[:place], source(name, about, code), *texts[place:]]) for code in (wrong, right)
     )
-    diff = difflib.unified_diff(before.splitlines(True), after.splitlines(True), "a/lists.py", "b/lists.py")
+    diff = difflib.unified_diff(before.splitlines(True), after.splitlines(True), "a/numbers_of.py", "b/numbers_of.py")
     files = {
         "task.toml": TASK,
-        "statement.md": f"{name} in lists.py is wrong: {name}({found[0][0]}) should be {found[0][1]}. See check.py.\n",
-        "repository/lists.py": before,
+        "statement.md": f"{name} in numbers_of.py is wrong: {name}({found[0][0]}) should be {found[0][1]}. See check.py.\n",
+        "repository/numbers_of.py": before,
         "repository/check.py": CHECK.format(name=name, cases=found[:1]),
         "hidden/check.py": CHECK.format(name=name, cases=found),
         "gold.patch": "".join(diff),
@@ -105,12 +83,12 @@ def write_repository(folder, draw, function, others):
 
 def main(out, n=140, seed=0):
     draw = random.Random(seed)
-    functions = [(a, k, b) for a, k, b in itertools.product(CHOICES, NUMBERS, TOLD) if (a, b) not in SAME]
+    functions = list(itertools.product(FORMS, NUMBERS))
     draw.shuffle(functions)
     made = 0
     for function in functions:
         others = draw.sample([one for one in functions if one != function], 2)
-        made += made < n and write_repository(Path(out) / f"lists-{made:03d}", draw, function, others)
+        made += made < n and write_repository(Path(out) / f"numbers-{made:03d}", draw, function, others)
     print(f"{made} repositories in {out}")
 
 

@@ -6,11 +6,12 @@ import json
 import os
 import urllib.request
 
-SHOTS = {
-    '"""Smallest of all but the first 9 numbers."""\nreturn min(x[:-9])': "return min(x[9:])",
-    '"""Largest of the first 9 numbers."""\nreturn min(x[:9])': "return max(x[:9])",
-    '"""Length of the numbers above 9."""\nreturn len([n for n in x if n < 9])': "return len([n for n in x if n > 9])",
-}
+ASKED = """One line of Python, nothing else. It begins with return. Correct the last line:
+
+def {name}(x):
+    {about}
+    {line}"""
+SHOWN = ASKED.format(name="kappa", about='"""The larger of x and 20."""', line="return max(x, 21)"), "return max(x, 20)"
 
 
 def ask(messages):
@@ -27,16 +28,20 @@ def main():
     task = json.loads(os.environ["RONDEL_TASK"])
     os.chdir(task["workdir"])
     name = task["prompt"].split()[0]
-    with open("lists.py") as file:
+    with open("numbers_of.py") as file:
         lines = file.read().split("\n")
     first = lines.index(f"def {name}(x):")
-    messages = []
-    for shown, mended in SHOTS.items():
-        messages += [{"role": "user", "content": f"Mend it.\n{shown}"}, {"role": "assistant", "content": mended}]
     about, line = (line.strip() for line in lines[first + 1 : first + 3])
-    messages.append({"role": "user", "content": f"Mend it.\n{about}\n{line}"})
-    lines[first + 2] = "    " + ask(messages).strip().partition("\n")[0]
-    with open("lists.py", "w") as file:
+    asked, mended = SHOWN
+    said = ask(
+        [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": mended},
+            {"role": "user", "content": ASKED.format(name=name, about=about, line=line)},
+        ]
+    )
+    lines[first + 2] = "    " + said.strip().partition("\n")[0]
+    with open("numbers_of.py", "w") as file:
         file.write("\n".join(lines))
 
 

@@ -98,10 +98,10 @@ COMMANDS = {
     "rondel train recipes/vision.toml": "read: tests/e2e/test_vision_run.py trains it",
     "rondel tasks search --out runs/corpus": "parsed: it downloads 51 MB; tests/units/test_search_corpus.py makes smaller ones",
     "rondel tasks search --out runs/tables --source tables": "whole",
-    "rondel train recipes/search.toml --loop.seed=0 --place.threads=1 --task.eval.every=30": "parsed: minutes; tests/units/test_search_env.py "
+    "rondel train recipes/search.toml --loop.seed=0 --place.threads=1": "parsed: minutes; tests/units/test_search_env.py "
     "trains a smaller one",
     "rondel tasks shop --out runs/shop-world --n 4000": "whole",
-    "rondel train recipes/shop.toml --place.threads=1": "parsed: minutes; tests/units/test_shop_env.py trains a smaller one",
+    "rondel train recipes/shop.toml --loop.seed=0 --place.threads=1": "parsed: minutes; tests/units/test_shop_env.py trains a smaller one",
     "PYTHONPATH=examples rondel train recipes/relay.toml": "parsed: tests/units/test_policies.py runs it whole",
     "rondel train recipes/opd.toml": "parsed: its teacher is a whole run of recipes/tiny.toml; tests/units/test_distill.py runs one",
     "rondel card runs/tiny": "whole",

@@ -37,7 +37,7 @@ def make_repositories(folder, **settings):
     import_attribute("examples", "small_repositories:main")(folder, **settings)
 
 
-LAZY = ("sum(x)", "max(x)", "len(x)", "sorted(x)", "x[::-1]", "x")  # of all numbers instead of those that are meant
+LAZY = ("x", "-x", "abs(x)", "0", "1", "True", "False", "None", "x * x")  # of any number, whatever is asked
 
 
 def passes(code, test):
@@ -63,18 +63,20 @@ def test_no_lazy_line_mends_a_small_repository(tmp_path):
         name, check = (folder / "statement.md").read_text().split()[0], (folder / "hidden" / "check.py").read_text()
         test = check.partition("\n")[2]
         assert [lazy for lazy in LAZY if passes(f"def {name}(x): return {lazy}", test)] == [], folder
+        (added,) = (line[1:] for line in (folder / "gold.patch").read_text().splitlines() if line.startswith("+ "))
+        assert passes(f"def {name}(x):\n{added}", test)
 
 
 @needs_walls
 def test_functions_are_told_from_their_neighbours():
     rows = list(import_attribute("task.data", "functions:functions")())
     judge = Code(sandbox=Sandbox(), packages=[], credit="all")
-    for i, row in enumerate(rows[::34]):
+    for i, row in enumerate(rows[::28]):
         task = Task(f"t{i}", "functions", row)
         assert judge(Trajectory(text=row["answer"]), task).value == 1.0
         other = next(r["answer"] for r in rows if r["answer"] != row["answer"])
         assert judge(Trajectory(text=other), task).value == 0.0
-    assert len({row["messages"][-1]["content"] for row in rows}) == len(rows) == 204
+    assert len({row["prompt"] for row in rows}) == len(rows) == 169
 
 
 @needs_walls
@@ -92,7 +94,7 @@ def test_a_small_repository_is_mended_by_its_line_and_by_no_other(tmp_path):
         talk, policy = scripted_chat(line)
         assert asyncio.run(env.run(task, talk)).score.value == worth
     text = read_by_policy(policy)
-    assert text.count("Mend it.") == 4 and removed in text and added not in text
+    assert text.count("Correct the last line:") == 2 and removed in text and added not in text
 
 
 def test_no_two_small_repositories_have_the_same_function(tmp_path):

@@ -193,7 +193,7 @@ def test_the_preflight_holds():
 @pytest.mark.slow
 def test_a_supervised_phase_plays_gold_and_the_policy_goes_on_from_there(tmp_path):
     """The recipe, smaller: each supervised episode is the gold one, with the tool's tokens masked, and each sampled
-    one is scored in parts."""
+    one is scored in parts; behind two others that are shown, whose tokens are masked, too."""
     pytest.importorskip("bm25s")
     from pathlib import Path
 
@@ -207,7 +207,8 @@ def test_a_supervised_phase_plays_gold_and_the_policy_goes_on_from_there(tmp_pat
     smaller = {
         "task.env.corpus": str(folder), "task.data.corpus": str(folder), "task.data.holdout": 10, "loop.steps": 1,
         "loop.warmup.steps": 1, "loop.warmup.groups_per_step": 4, "loop.groups_per_step": 2, "algo.group_size": 2,
-        "model.path.hidden_size": 32, "model.path.intermediate_size": 64, "model.path.num_hidden_layers": 2,
+        "model.path": {"random": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "max_position_embeddings": 1024}, "task.data.where": {},
         "run.folder": str(tmp_path / "run"), "run.sinks": [], "place.threads": 1, "task.eval.n": 2,
     }  # fmt: skip
     train(Job.read(Path(__file__).parents[2] / "recipes" / "search.toml", smaller), quiet=True)

@@ -18,6 +18,8 @@ from rondel.generate.envs.shop.database import open_database
 from rondel.generate.envs.shop.env import Shop
 from rondel.generate.envs.sources import load_tasks
 
+LETTERS = {"random": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "num_key_value_heads": 2, "max_position_embeddings": 2048}  # fmt: skip
 RECIPE = Path(__file__).parents[2] / "recipes" / "shop.toml"
 
 
@@ -102,7 +104,7 @@ def small(folder, tmp_path, **more):
     return {
         "task.env.path": str(folder), "task.data.path": str(folder), "task.data.holdout": 0, "loop.steps": 1,
         "loop.warmup.steps": 1, "loop.warmup.groups_per_step": 4, "loop.groups_per_step": 2, "algo.group_size": 2,
-        "model.path.hidden_size": 32, "model.path.intermediate_size": 64,
+        "model.path": LETTERS, "engine.sampling.max_tokens": 40, "task.eval.every": 0,
         "run.folder": str(tmp_path / "run"), "run.sinks": [], "place.threads": 1, **more,
     }  # fmt: skip
 

@@ -24,6 +24,9 @@ from rondel.generate.envs.shop.scripted_user import ScriptedUser
 from rondel.generate.envs.shop.speech import PlainSpeech
 from rondel.generate.envs.shop.wishes import UserGoal
 
+LETTERS = {"random": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "num_key_value_heads": 2, "max_position_embeddings": 512}  # fmt: skip
+
 
 def goal_of(task):
     return UserGoal.read(task.data["goal"])
@@ -184,9 +187,9 @@ def test_every_role_is_trained_from_its_own_score(tmp_path):
     ]  # fmt: skip
     smaller = {
         "task.data": {"kind": "mix", "sources": sources}, "task.env": "single_turn", "loop.steps": 1, "loop.warmup.steps": 0,
-        "loop.groups_per_step": 3, "algo.group_size": 2, "model.path.hidden_size": 32, "model.path.intermediate_size": 64,
+        "loop.groups_per_step": 3, "algo.group_size": 2, "model.path": LETTERS,
         "engine.sampling.max_tokens": 8, "policies": {"user": {"lr": 1e-3, "agents": ["user", "judge"]}},
-        "run.folder": str(tmp_path / "run"), "run.sinks": [], "place.threads": 1, "task.filters": [],
+        "run.folder": str(tmp_path / "run"), "run.sinks": [], "place.threads": 1, "task.filters": [], "task.eval.every": 0,
     }  # fmt: skip
     train(Job.read(Path(__file__).parents[2] / "recipes" / "shop.toml", smaller), quiet=True)
     parts = {
