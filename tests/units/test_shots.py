@@ -130,13 +130,26 @@ def test_a_fork_knows_the_messages_behind_its_tokens(monkeypatch, search):
 
 def test_shots_are_the_same_in_any_order_and_leave_training():
     tasks = [Task(f"t/{i}", "list", {"prompt": str(i)}) for i in range(20)]
-    one = set_shots_aside(TaskSet(tasks, tasks[:2], sources=((1.0, tasks[:10]), (2.0, tasks[10:]))), 3, 0)
+    one = set_shots_aside(TaskSet(tasks, tasks, sources=((1.0, tasks[:10]), (2.0, tasks[10:]))), 3, 0)
     two = set_shots_aside(TaskSet(tasks[::-1], []), 3, 0)
     assert one.shots == two.shots and len(one.shots) == 3 and not set(map(id, one.shots)) & set(map(id, one.train))
-    assert [task for _, own in one.sources for task in own] == one.train and [w for w, _ in one.sources] == [1.0, 2.0]
+    assert [task for _, own in one.sources for task in own] == one.train == one.held_out and [
+        w for w, _ in one.sources
+    ] == [1.0, 2.0]
     assert set_shots_aside(TaskSet(tasks, []), 3, 1).shots != one.shots
     with pytest.raises(ConfigError, match="leaves nothing to train on"):
         set_shots_aside(TaskSet(tasks, []), 20, 0)
+
+
+def test_an_evaluation_shows_what_the_run_did_and_no_task_that_it_asks(tmp_path):
+    ten = {"kind": "list", "rows": [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(10)]}
+    how = {"task.data": ten, "task.env": {"kind": "single_turn", "shots": 3}, "task.eval.every": 0}
+    first = load_run_tasks(tiny(tmp_path, **how)).shots
+    asked = {"kind": "list", "rows": [first[0].data]}
+    job = tiny(tmp_path, **how, **{"task.eval.sets": {"mine": asked}})
+    trained, measured = (load_run_tasks(job, trains).shots for trains in (True, False))
+    assert [task.id for task in trained] == [task.id for task in measured] and len(trained) == 3
+    assert first[0].data["prompt"] not in [task.data["prompt"] for task in trained]
 
 
 def test_what_cannot_be_shown_is_said(monkeypatch, search):

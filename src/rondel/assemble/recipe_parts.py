@@ -14,7 +14,9 @@ from rondel.generate.envs.sources import TaskSet, load_evaluation_sets, load_tas
 def load_run_tasks(job: Job, trains: bool = True) -> TaskSet:
     """What task.data and task.eval.sets bring, with task.env.shots of it set aside."""
     env, n, seed = job.task.env_kind, job.task.episode.shots, job.task.data.get("seed", 0)
-    tasks = load_evaluation_sets(job.task.eval.sets, load_tasks(job.task.data, env=env), env=env, trains=trains)
+    found = load_tasks(job.task.data, env=env)
+    # a task of an evaluation is not shown either, and an evaluation shows what the run did
+    tasks = load_evaluation_sets(job.task.eval.sets, found, env=env, trains=trains or n > 0)
     return set_shots_aside(tasks, n, seed) if n else tasks
 
 
@@ -24,9 +26,10 @@ def set_shots_aside(tasks: TaskSet, n: int, seed: int) -> TaskSet:
     """
     drawn = sorted(tasks.train, key=lambda task: blake2b(f"shots/{seed}/{task.id}".encode(), digest_size=8).digest())
     shots = tuple(drawn[:n])
-    gone = {id(task) for task in shots}
-    train, *of_sources = (
-        [t for t in own if id(t) not in gone] for own in (tasks.train, *(o for _, o in tasks.sources))
+    gone = {task.id for task in shots}
+    train, held_out, *of_sources = (
+        [task for task in own if task.id not in gone]
+        for own in (tasks.train, tasks.held_out, *(own for _, own in tasks.sources))
     )
     if not train or not all(of_sources):
         raise ConfigError(
@@ -34,7 +37,7 @@ def set_shots_aside(tasks: TaskSet, n: int, seed: int) -> TaskSet:
             "training tasks, and what is shown is not trained on; lower it"
         )
     sources = tuple((weight, own) for (weight, _), own in zip(tasks.sources, of_sources))
-    return replace(tasks, train=train, sources=sources, shots=shots)
+    return replace(tasks, train=train, held_out=held_out, sources=sources, shots=shots)
 
 
 def sampling_of(job: Job) -> Sampling:
