@@ -113,7 +113,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path):
     every = job(tmp_path)
     parts = build(every)
     parts.close()
-    render = _prompt_counter(every, parts.env, parts.model_info.tokenizer, None, 10_000, parts.sampling)
+    render = _prompt_counter(every, parts.env, parts.model_info.tokenizer, None, 10_000, parts.sampling, {})
     sizes = sorted(render(task) for task in parts.tasks.train)
     most = sizes[12]
     few = job(tmp_path, **{"task.max_prompt_tokens": most, "loop.steps": None, "loop.passes": 1})

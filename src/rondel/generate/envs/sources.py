@@ -280,6 +280,8 @@ def _matches_filter(row: DatasetRow, wanted: dict[str, Any]) -> bool:
         if value is None:
             raise _missing_column(row, name, "where")
         if isinstance(rule, list) and rule and all(isinstance(one, str) for one in rule):
+            if not isinstance(value, str):
+                raise ConfigError(f"task.data.where.{name} = {rule}, and {row.where} has {value!r:.60} there, no text")
             if value not in rule:
                 return False
         elif isinstance(rule, list):
