@@ -24,8 +24,8 @@ from rondel.models.graph_recording import CudaGraph, GraphRecording
 
 Run = Callable[..., Any]  # (weights and buffers, one after the other) -> loss, measures and gradients, likewise
 Compiler = Callable[[GraphModule, list[Tensor]], Run]
-RECORDED = 1e-3  # of its norm that what a recording computes may differ by: sums of atomics have no order
 Maker = Callable[[Run, list[Tensor]], Run]  # the same pass, to be run again and again
+RECORDED = 1e-3  # of its norm that what a recording computes may differ by: sums of atomics have no order
 
 
 class JointGraph:
@@ -107,7 +107,6 @@ class GraphRun:
 
     def __init__(self, joint: Run, tensors: list[Tensor], record: Callable[[Run], GraphRecording] = CudaGraph) -> None:
         self._joint, self._record, self._over = joint, record, list[int]()
-        self.recorded = 0
         self._recording = self._record_pass(tensors)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
@@ -130,7 +129,7 @@ class GraphRun:
                 f'trainer.micro_tokens.compile = "record": the recorded pass differs from the plain one by {gap:.3g} '
                 f"of its norm (limit {RECORDED}); set compile = false"
             )
-        self._over, self.recorded = [t.data_ptr() for t in tensors], self.recorded + 1
+        self._over = [t.data_ptr() for t in tensors]
         return recording
 
 
