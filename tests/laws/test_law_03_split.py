@@ -15,11 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kits import algos
 from kits.algos import AGGREGATES, FORMULAS_ONLY, SPLIT_ROWS, Ragged, lively, relative_difference, rows
 from kits.blocks import block_model, unmasked_groups
 from kits.flows import flow, flown_groups
 from kits.sweeps import covering
-from kits.train import apart, awkward_groups, batch, gradient, make_stale, model, row, shuffled, step, trainer
+from kits.train import apart, awkward_groups, batch, bits, gradient, make_stale, model, row, shuffled, step, trainer
 from rondel.algos import aggregate, correction, table
 from rondel.algos.advantage import Constant
 from rondel.algos.component import Component
@@ -323,6 +324,40 @@ def test_denominators_count_the_update_not_the_micro_batch():
     assert apart(gradient(t, half, algo) * 5 / len(b.samples), gradient(t, half, algo)) > 0.1
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "normalised"])
+def test_answers_without_an_advantage_are_not_computed_and_count(name, monkeypatch):
+    """Two of five groups earn the same for every answer, one of them because it has a single one: their tokens stay in the
+    denominators and in what is decided over the update, and no pass reads them.
+    """
+    algo, groups = WHOLE.get(name, ROWS.get(name)), awkward_groups()
+    algo = replace(algo, entropy=replace(algo.entropy, coef=0.0))
+    for x in groups[0].trajectories:
+        x.score = Score(0.1)
+    t, b = trainer(algo=algo), batch(groups, algo)
+    t._annotate(b, algo.needs | {"proximal_logprobs"})
+    compute_advantages(b, algo)
+    assert b.samples_to_compute(algo) == list(range(5, len(b.samples)))
+    found, left = gradient(t, b, algo, noted=True), TrainBatch(b.samples[5:])
+    passes = sum(packed.token_count for packed in micro_batches(left, 10**6))
+    monkeypatch.setattr(TrainBatch, "samples_to_compute", lambda b, row: list(range(len(b.samples))))
+    assert apart(found, gradient(t, b, algo, noted=True)) <= TOLERANCE
+    assert apart(found, gradient(t, left, algo, noted=True)) > 1e-3  # they count
+    monkeypatch.undo()
+    metrics = step(t, b, algo).metrics
+    assert metrics["train/packed_tokens"] == passes
+    assert metrics["train/not_computed"] == pytest.approx(1 - left.total_tokens / b.total_tokens)
+
+
+def test_of_a_step_without_any_advantage_one_group_is_measured_and_nothing_moves():
+    algo, groups = ROWS["grpo"], awkward_groups()
+    for x in (x for group in groups for x in group.trajectories):
+        x.score = Score(1.0)
+    t = trainer(algo=algo)
+    before, stats = bits(t), step(t, batch(groups, algo), algo)
+    assert bits(t) == before and stats.stepped and stats.metrics["train/grad_norm"] == 0
+    assert stats.metrics["train/not_computed"] > 0.5 and stats.metrics["train/gap_max"] >= 0
+
+
 def test_the_batch_falls_into_updates_of_whole_groups():
     b = batch(awkward_groups(), ROWS["grpo"])
     for n in range(1, 9):
@@ -401,6 +436,16 @@ class Given(Component):
 
     def __call__(self, scored):
         return self.values_T
+
+
+@pytest.mark.parametrize("row", list(rows()))
+def test_an_answer_without_an_advantage_has_no_gradient_where_the_row_says_so(row, monkeypatch):
+    """And only there: what is not computed is nothing, and nothing is computed in vain."""
+    batch = Ragged.make([3, 6, 5, 2], 3)
+    silent_T = torch.arange(16) >= 9
+    monkeypatch.setattr(algos, "advantages_of", lambda *of: advantages_of(*of).masked_fill(silent_T, 0.0))
+    found = batch.loss(row)[1]
+    assert bool((found[silent_T] == 0).all()) == row.scales_advantage
 
 
 def test_a_mean_over_each_micro_batch_would_break_the_law():

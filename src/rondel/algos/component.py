@@ -34,6 +34,9 @@ class Component:
     reads: ClassVar[frozenset[str]] = ADVANTAGE_AND_RATIO
     """Of a surrogate: what it takes numbers from, of "advantage", "ratio", "behavior"."""
 
+    scales_advantage: ClassVar[bool] = False
+    """Of a surrogate: it is a multiple of the token's advantage, so a token whose advantage is 0 has no gradient."""
+
     token_ratio: ClassVar[bool] = False
     """Of a surrogate: it compares the token's own probabilities, so the ratio must be the token's."""
 

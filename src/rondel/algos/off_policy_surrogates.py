@@ -37,6 +37,7 @@ class Tapered(Component):
     level: str = "trajectory"
     above: float = 0.0
     needs: ClassVar[frozenset[str]] = frozenset({"behavior_logprobs"})
+    scales_advantage: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = READS
     slope: ClassVar[str] = "-(1 if good else min(u, 1))·A"
 
@@ -64,6 +65,7 @@ class CappedWeight(Component):
 
     cap: float = 2.0
     needs: ClassVar[frozenset[str]] = frozenset({"behavior_logprobs"})
+    scales_advantage: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = READS
     slope: ClassVar[str] = "-min(u, cap)·A"
 
@@ -94,6 +96,7 @@ class SecondMoment(Component):
 
     threshold: float = 0.04
     needs: ClassVar[frozenset[str]] = frozenset({"behavior_logprobs", "proximal_logprobs"})
+    scales_advantage: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = READS
     slope: ClassVar[str] = "-u·A where kept, else 0"
 
@@ -177,6 +180,7 @@ class CenteredScore(Component):
     high: float = 1.0
     top: int = 20
     needs: ClassVar[frozenset[str]] = frozenset({"behavior_logprobs", "behavior_top"})
+    scales_advantage: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = READS
     push: ClassVar[str] = "A·∇C"
 

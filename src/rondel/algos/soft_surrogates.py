@@ -41,6 +41,7 @@ class GammaWeight(Component):
     k_neg: float = 3.0
     lambda_neg: float = 2.0
     needs: ClassVar[frozenset[str]] = frozenset({"behavior_logprobs"})
+    scales_advantage: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"advantage", "behavior"})
 
     def __post_init__(self) -> None:

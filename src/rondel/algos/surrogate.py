@@ -119,6 +119,7 @@ class Clip(Component):
     low: float = 0.2
     high: float = 0.2
     dual: float | None = None
+    scales_advantage: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"advantage", "ratio"})
     slope: ClassVar[str] = "-A"
 
@@ -144,6 +145,7 @@ class Clip(Component):
 class PolicyGradient(Component):
     """l = -A·logp.  Williams 1992.  Right for the first update on a batch; nothing holds the later ones."""
 
+    scales_advantage: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"advantage"})
     slope: ClassVar[str] = "-A"
 

@@ -294,6 +294,14 @@ class Algorithm:
         return self.distill if isinstance(self.distill, GatedDistill) and self.distill.coef else None
 
     @cached_property
+    def scales_advantage(self) -> bool:
+        """Whether its loss is a multiple of the advantage, so that a token whose advantage is 0 has no gradient: there is
+        a surrogate of that kind, and nothing else.
+        """
+        beside = self.kl.in_loss or self.entropy.coef or self.entropy.is_adaptive or self.terms or self.gated_distill
+        return self.surrogate.scales_advantage and not (beside or self.needs & {"teacher_hidden", "ref_means"})
+
+    @cached_property
     def corrects(self) -> bool:
         """Whether tokens of another policy are weighed by its correction."""
         return not isinstance(self.correction, NoCorrection)

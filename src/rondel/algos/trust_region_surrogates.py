@@ -34,6 +34,7 @@ class ClippedWeight(Component):
 
     low: float = 1.0
     high: float = 4.0
+    scales_advantage: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = READS
     slope: ClassVar[str] = "-A"
 
@@ -62,6 +63,7 @@ class SoftGate(Component):
 
     positive: float = 1.0
     negative: float = 1.05
+    scales_advantage: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = READS
     slope: ClassVar[str] = "-A"
 
@@ -91,6 +93,7 @@ class GeometricMean(Component):
 
     low: float = 0.4
     high: float = 0.4
+    scales_advantage: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = READS
     slope: ClassVar[str] = "-A"
 
@@ -130,6 +133,7 @@ class DivergenceMask(Component):
     high: float = 0.15
     cap: float | None = None
     token_ratio: ClassVar[bool] = True
+    scales_advantage: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = READS
     slope: ClassVar[str] = "-A"
 

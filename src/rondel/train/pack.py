@@ -301,6 +301,16 @@ class TrainBatch:
         """The samples that give a gradient: all, or those that were not cut off where the row masks truncated ones."""
         return TrainBatch([s for s in self.samples if not s.truncated]) if row.mask_truncated else self
 
+    def samples_to_compute(self, row: Algorithm) -> list[int]:
+        """Those without which the gradient of `row` would be another one: where it is a multiple of the advantage, the
+        samples that have one. Of a batch in which none has, the first group, so that every step measures its tokens.
+        """
+        advantages = [s.known.advantages for s in self.samples]
+        if not row.scales_advantage or any(a is None for a in advantages):
+            return list(range(len(self.samples)))
+        found = [i for i, a in enumerate(advantages) if a is not None and bool(a.any())]
+        return found or [i for i, s in enumerate(self.samples) if s.group == self.samples[0].group]
+
     def split_updates(self, n: int) -> list[TrainBatch]:
         """`n` optimizer batches of whole groups, as equal as they come."""
         groups = list(dict.fromkeys(s.group for s in self.samples))

@@ -471,6 +471,10 @@ class LocalTrainer:
         decided = _decide_masks(batch, algo, sums) if proximal_noted else None
         counted_N = counted_tokens(batch.lengths_N, decided.counts if decided is not None else None)
         weight_N = weight * sample_weights(algo.aggregate, counted_N, batch.group_N).float().to(device)
+        if len(computed := batch.samples_to_compute(algo)) < len(batch.samples):
+            rest = TrainBatch([batch.samples[i] for i in computed])
+            sums.put("train/not_computed", 1 - rest.total_tokens / batch.total_tokens)
+            batch, weight_N = rest, weight_N[computed]
         score_N = torch.tensor([s.reward for s in batch.samples], dtype=torch.float32, device=device)
         guided_N = torch.tensor([s.guided for s in batch.samples], dtype=torch.bool, device=device)
         faults: list[str] = []
@@ -643,7 +647,7 @@ def _warn_bad_step(step: int, whose: str, note: str, bad: int, most: int) -> Non
 def _drawn_samples(batch: TrainBatch, algo: Algorithm | Mixture) -> list[TrainSample]:
     """What an engine drew and a row trained."""
     shares = [share.trainable_samples(row) for row, _, share in batch.split_by_row(algo) if row.needs]
-    return [s for share in shares for s in share.samples if not s.guided]
+    return [s for share in shares for s in share.samples if not s.guided and s.known.trained is not None]
 
 
 def _frozen_start(loaded: LoadedModel) -> LoadedModel:

@@ -109,6 +109,11 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
         "answers",
         "answers that gave no gradient because the token limit cut them off: algo.mask_truncated",
     ),
+    "train/not_computed": (
+        "share",
+        "tokens of answers that no pass read, for their advantage is 0 and so is their gradient; entropy, gap and K3 are "
+        "of the others",
+    ),
     "train/shared_tokens": (
         "tokens",
         "packed tokens whose keys and values the ranks of place.mesh.cp gave each other: of samples too long for one",
