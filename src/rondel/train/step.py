@@ -471,7 +471,8 @@ class LocalTrainer:
         decided = _decide_masks(batch, algo, sums) if proximal_noted else None
         counted_N = counted_tokens(batch.lengths_N, decided.counts if decided is not None else None)
         weight_N = weight * sample_weights(algo.aggregate, counted_N, batch.group_N).float().to(device)
-        if len(computed := batch.samples_to_compute(algo)) < len(batch.samples):
+        # with proximal log-probabilities the packing stays that in which they were computed: then ratios begin at 1 exactly
+        if not proximal_noted and len(computed := batch.samples_to_compute(algo)) < len(batch.samples):
             rest = TrainBatch([batch.samples[i] for i in computed])
             sums.put("train/not_computed", 1 - rest.total_tokens / batch.total_tokens)
             batch, weight_N = rest, weight_N[computed]
