@@ -1,6 +1,7 @@
 """One whole RL step on a real model, through the real loop: generate, score, train, sync.
 
 CPU seconds, of the engine's passes and of all else in a step, are those of the process: for a machine that others use.
+`not_computed` is the share of the tokens whose answers have no advantage and need no pass in training.
 The same work as benchmarks/peers/trl_grpo.py; run them in turn on one machine:
     rondel bench step --model FOLDER --prompts 8 --group 8 --new 64 --dtype bfloat16 --force-len --json
 """
@@ -87,16 +88,19 @@ def main(argv: list[str] | None = None) -> None:
     seconds = [e.seconds for e in used]
     tokens = [e.metrics["train/tokens"] for e in used]
     packed = [e.metrics["train/packed_tokens"] for e in used]
+    left_out = [e.metrics.get("train/not_computed", 0.0) for e in used]
     peak = gemm_peak(dtype, threads)
     gen_s, step_s = median([s["wait"] for s in seconds]), median([s["step"] for s in seconds])
     new = median(tokens)
     gen_flop = 2 * (body * (median(prefilled) + median(decoded)) + head * new)
     train_s = step_s - gen_s
     # the head's logits are computed again in the backward pass
-    train_flop = 2 * (3 * body * median(packed) + 4 * head * new)
+    computed = median([n * (1 - share) for n, share in zip(tokens, left_out)])
+    train_flop = 2 * (3 * body * median(packed) + 4 * head * computed)
     out = {
         "bench": "step", "s_per_step": round(step_s, 2), "gen_s": round(gen_s, 2), "train_s": round(train_s, 2), "new_tokens": new,
         "gen_tok_s": round(new / gen_s, 1), "train_tok_s": round(new / train_s, 1), "prefilled": median(prefilled), "packed_tokens": median(packed), "padding": 0,
+        "not_computed": round(median(left_out), 3),
         "gemm_peak_gflops": round(peak / 1e9, 1), "gen_share_of_peak": round(gen_flop / gen_s / peak, 3), "train_share_of_peak": round(train_flop / train_s / peak, 3),
         "forward_backward_s": round(median([e.metrics["train/forward_backward_s"] for e in used]), 2),
         "optimizer_s": round(median([e.metrics["train/optimizer_s"] for e in used]), 2), "sync_s": round(median([s["sync"] for s in seconds]), 3),
