@@ -144,7 +144,8 @@ def job_of(model: dict[str, Any], width: int, *, groups: int, new: int) -> Job:
                 "dtype": "bfloat16" if width == 2 else "float32",
             },
             "task": {"data": {"kind": "digits", "holdout": 0}, "reward": "number"},
-            "algo": {"kind": "reinforce", "group_size": 8},
+            # every answer has an advantage, so every token is trained
+            "algo": {"kind": "reinforce", "group_size": 8, "advantage": {"kind": "constant", "value": 1.0}},
             "loop": {"steps": 4, "groups_per_step": groups},
             "engine": {"max_running": 256, "sampling": {"max_tokens": new, "ignore_eos": True}},
             "run": {"folder": "calibration", "checkpoint": {"every": 0}, "sinks": []},
