@@ -220,6 +220,31 @@ def test_layouts_fill_the_devices_and_the_best_fits(words):
         assert any(row.ep > 1 for row in found)
 
 
+@pytest.mark.parametrize("model", ["70b", "235b-a22b"])
+def test_rows_that_travel_beside_products_take_no_time_of_their_own(model):
+    """All of a ring but one round, and of a mixture its attention's alone; as many bytes travel."""
+    plain, ringed = (
+        layout.parallel_layouts(what_if([f"model={model}", "gpus=64", "recompute=layers", f"overlap={said}"]))
+        for said in ("false", "true")
+    )
+    by = {replace(row.mesh, overlap=False): row for row in ringed}
+    for row in plain:
+        beside = by[row.mesh]
+        assert beside.mesh.overlap == (row.tp > 1) and (beside.traffic, beside.memory) == (row.traffic, row.memory)
+        assert beside.seconds < row.seconds if row.tp > 1 == row.dp else beside.seconds <= row.seconds
+
+
+@pytest.mark.parametrize("link", [1.0, 1e-3])  # all is hidden; as much as there is arithmetic beside
+def test_a_ring_of_four_hides_three_of_four_rounds_behind_arithmetic(link):
+    setting = what_if(["model=7b", "gpus=4"])
+    setting = replace(setting, hardware=replace(setting.hardware, link=setting.hardware.link * link))
+    rows = [layout.parallel_layouts(replace(setting, overlap=on)) for on in (False, True)]
+    plain, ringed = (next(row for row in found if row.tp == 4) for found in rows)
+    travels = plain.traffic / setting.hardware.link
+    arithmetic = plain.seconds - travels
+    assert plain.seconds - ringed.seconds == pytest.approx(min(travels, 3 / 4 * 0.8 * arithmetic))
+
+
 @pytest.mark.parametrize("unit", [1, 2])
 @pytest.mark.parametrize("capped", [False, True])
 def test_the_best_split_is_the_best_of_all_and_none_worse_is_advised(unit, capped):

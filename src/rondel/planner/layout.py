@@ -41,13 +41,16 @@ class ParallelLayout:
     traffic: float  # bytes of one device in a step, over the node's links and the network
     seconds: float  # of a step: arithmetic, bubble, traffic that is not hidden
     chunks: int = 1  # of each stage of pp
+    overlap: bool = False  # rows of tp travel beside products
 
     is_supported = True  # Rondel trains in all of them
 
     @property
     def mesh(self) -> Mesh:
         """The same for `place.mesh`."""
-        return Mesh(pp=self.pp, shards=self.dp, cp=self.cp, tp=self.tp, ep=self.ep, chunks=self.chunks)
+        return Mesh(
+            pp=self.pp, shards=self.dp, cp=self.cp, tp=self.tp, ep=self.ep, chunks=self.chunks, overlap=self.overlap
+        )
 
     @property
     def name(self) -> str:
@@ -95,9 +98,11 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int,
     gathered = width * 2 * layers * pp / s.layers if dp * cp > 1 else 0
     memory = state.persistent_bytes * s.parameter_count / devices + gathered + each * micro * alive / (tp * pp * cp)
 
-    inside = 0.0
+    inside = ringed = 0.0
     if tp > 1:
         inside += 4 * s.layers / pp * tensor_traffic(tp, mine / cp * s.hidden * width)
+        # of a layer's four, those of its experts are no products in a ring
+        ringed = inside * (1 - (s.layers - s.dense_layers) / (2 * s.layers) if s.experts else 1) * setting.overlap
     if ep > 1:
         inside += (
             3
@@ -119,7 +124,9 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int,
     flops = 3 * forward_flops(s, context) + recomputed_flops(s, context, setting.recompute)
     work = flops * setting.packed_tokens / (devices * on.flops * on.efficiency * 2 / width)
     idle = pipeline_bubble(pp, m, chunks)
-    hidden = min(over / slow, 0.8 * work)  # sharding's traffic runs beside the arithmetic, as far as there is any
+    # what runs beside the arithmetic, as far as there is any: of a ring all but the first round, and sharding's traffic
+    in_rings = min(ringed / nested, 0.8 * work * (tp - 1) / tp)
+    hidden = in_rings + min(over / slow, 0.8 * work - in_rings)
     seconds = work / (1 - idle) + inside / nested + over / slow - hidden
     epochs = setting.epochs
     return ParallelLayout(
@@ -134,6 +141,7 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int,
         epochs * (inside + over),
         epochs * seconds,
         chunks,
+        setting.overlap and tp > 1,
     )
 
 

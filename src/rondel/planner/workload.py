@@ -61,7 +61,7 @@ class Workload:
     sent_bits  of a matrix's weight on its way to an engine, in a number format; 0: it travels as it computes
     engine_rounds  the engine alone computes in that format, with weights of its own wherever it is;
     engine_holds_codes  it keeps its linear layers so, and decodes each for a product
-    megatron  the trainer's layers compute as Megatron-Core's
+    megatron  the trainer's layers compute as Megatron-Core's;  overlap: rows of tp travel beside products (async TP)
     activations  where inputs of layers wait;  host_optimizer: masters, gradients and moments lie in host memory
     teachers  of the size of the largest, that lie in memory at the same time
     replays   the engine records experts and chosen keys, and the trainer repeats them
@@ -102,6 +102,7 @@ class Workload:
     offload: bool = False
     recompute: str = "none"
     megatron: bool = False
+    overlap: bool = False
     activations: str = "device"
     host_optimizer: bool = False
     optimizer: str = "adamw"
@@ -299,6 +300,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
         offload=job.trainer.memory.offload,
         megatron=job.place.mesh.layers == "megatron",
+        overlap=job.place.mesh.overlap,
         activations=job.trainer.memory.activations,
         host_optimizer=job.trainer.memory.optimizer == "host",
         optimizer=job.trainer.optimizer.kind,
@@ -447,6 +449,7 @@ QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, 
     "offload": ("offload", _parse_bool),
     "recompute": ("recompute", _parse_recompute),
     "megatron": ("megatron", _parse_bool),
+    "overlap": ("overlap", _parse_bool),
     "activations": ("activations", _parse_activations),
     "optimizer": ("optimizer", _parse_optimizer),
     "host_optimizer": ("host_optimizer", _parse_bool),
