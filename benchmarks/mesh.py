@@ -114,12 +114,15 @@ def main(argv: list[str] | None = None) -> None:
 
     from _work import report
 
+    from rondel.core.errors import UserError
     from rondel.core.mesh import Mesh
 
-    meshes = {
-        words: Mesh(**{key: _value(text) for key, _, text in (word.partition("=") for word in words.split(","))})
-        for words in a.meshes
-    }
+    meshes = {}
+    for words in a.meshes:
+        try:
+            meshes[words] = Mesh(**{key: _value(text) for key, _, text in (w.partition("=") for w in words.split(","))})
+        except (TypeError, ValueError) as error:
+            raise UserError(f"--meshes {words}: {error}") from None
     told: dict[str, Any] = {}
     if a.pairs:
         from _mesh_time import time_in_turn

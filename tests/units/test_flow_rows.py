@@ -13,10 +13,12 @@ import torch
 from kits.algos import scored, tensor, tokens
 from kits.flows import flow, flown_groups
 from kits.train import gradient, trainer
+from rondel.algos.mixture import Mixture
 from rondel.algos.prompt_norm import PromptNorm
-from rondel.algos.table import DDPO, DDRL, FLOW_GRPO, GRPO, resolve_algorithm
+from rondel.algos.table import DDPO, DDRL, FLOW_GRPO, GRPO, SFT, resolve_algorithm
 from rondel.core.errors import ConfigError
-from rondel.core.types import Group, Score, Task
+from rondel.core.types import Group, Score, Task, Trajectory
+from rondel.generate.envs.flow import matching_steps
 from rondel.models.flow.flow_head import FlowHead
 from rondel.models.packed_steps import PackedSteps
 from rondel.train.checkpoint import load_trainer, save_trainer
@@ -117,6 +119,51 @@ def test_the_closed_form_is_the_term_of_a_row():
     loss = 0.3 * torch.stack([own.mean() for own in kl.split(lengths)]).mean()
     wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(moved.parameters()))]).double()
     assert float(kl.mean()) > 1e-4 and float((found - wanted).norm()) <= 1e-5 * float(wanted.norm())
+
+
+def test_a_step_of_ddrl_has_the_gradient_of_its_paper():
+    """Both terms of arXiv:2512.04332 in one update: -A of a step's density over the chains, A = mean exp(-z) - exp(-z), and
+    0.01 of flow matching over data, each with its own denominators; written out from the module's velocities alone.
+    """
+    random, chains = np.random.default_rng(3), flown_groups()
+    for number, n in enumerate((8, 3), 40):
+        t = Trajectory(score=Score(0.0))
+        t.extend([7, number])
+        steps = matching_steps(random.normal(size=(5, 2)), n, number)
+        t.extend(range(n), logprobs=[0.0] * n, versions=[0] * n, steps=steps)
+        chains.append(Group(number, Task(f"d{number}", "flow", {"source": "data"}), [t], 0))
+    algo, ours, kept = Mixture(DDRL, {"data": (SFT, 0.01)}), trainer(flow(), DDRL), []
+
+    def keep(**how):
+        kept.extend(m.grad.double().flatten() for m in ours.weights.masters)
+        return 0.0
+
+    ours.weights.step = keep
+    asyncio.run(ours.step(batch_of(chains), algo))
+
+    module, loss = copy.deepcopy(flow().model), torch.zeros(())
+
+    def velocities(t, rows):
+        prompt = torch.tensor(list(t.tokens[: len(t.tokens) - len(rows)]))
+        condition = module.condition(prompt, torch.tensor([0])).expand(len(rows), -1)
+        return module.forward(rows[:, :2], rows[:, 4], condition)
+
+    drawn = [g.trajectories for g in chains[:-2]]
+    for group in drawn:
+        rewards = np.array([t.reward for t in group])
+        spread = rewards.std(ddof=1) if len(rewards) > 1 else 0.0
+        costs = np.exp(-(rewards - rewards.mean()) / (spread + 1e-6))
+        for t, advantage in zip(group, costs.mean() - costs):
+            rows = torch.from_numpy(t.steps.rows)
+            mean = rows[:, 5:6] * rows[:, :2] + rows[:, 6:7] * velocities(t, rows)
+            density = -(((rows[:, 2:4] - mean) / rows[:, 7:]) ** 2).mean(1) / 2
+            loss = loss - float(advantage) * density.mean() / sum(map(len, drawn))
+    data = [t for g in chains[-2:] for t in g.trajectories]
+    misses = [(velocities(t, rows) - rows[:, 2:4]) ** 2 for t in data for rows in [torch.from_numpy(t.steps.rows)]]
+    loss = loss + 0.01 * torch.cat(misses).mean(1).mean() / 2
+    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))]).double()
+    assert float(wanted.norm()) > 1e-2
+    assert float((torch.cat(kept) - wanted).norm()) <= 1e-5 * float(wanted.norm())
 
 
 def test_ddpo_without_a_window_whitens_the_step():
