@@ -121,7 +121,9 @@ def main(argv: list[str] | None = None) -> None:
     for words in a.meshes:
         try:
             meshes[words] = Mesh(**{key: _value(text) for key, _, text in (w.partition("=") for w in words.split(","))})
-        except (TypeError, ValueError) as error:
+        except TypeError:
+            raise UserError(f"--meshes {words}: each part is a key of place.mesh and its value, as tp=2") from None
+        except ValueError as error:
             raise UserError(f"--meshes {words}: {error}") from None
     told: dict[str, Any] = {}
     if a.pairs:

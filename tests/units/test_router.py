@@ -27,6 +27,7 @@ from rondel.core.types import (
     Sampling,
     TokenScores,
 )
+from rondel.generate.engine import computed_prompts
 from rondel.generate.engine.router import EngineRouter
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.update import WeightUpdate
@@ -182,6 +183,98 @@ def test_a_group_stays_together_and_the_cap_sends_the_rest_elsewhere():
         assert all(sum(any(p[0] == g for p in fake.prompts) for fake in fakes.values()) == 1 for g in range(6))
         await asyncio.gather(*(r.generate(request(i, (5, 5))) for i in range(24)))
         assert all(fake.most <= 8 for fake in fakes.values()) and all((5, 5) in fake.prompts for fake in fakes.values())
+
+    asyncio.run(work())
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """Tokens with which both begin."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2), st.lists(st.integers(0, 1), max_size=12)), max_size=12))
+def test_what_a_replica_knows_of_a_prompt_is_its_longest_beginning_in_whole_blocks(acts):
+    seen: dict[tuple[int, int], list[list[int]]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(computed_prompts, "BLOCK", 3)
+        computed = computed_prompts.ComputedPrompts()
+        for scope, replica, tokens in acts:
+            wanted = {}
+            for (of, name), rows in seen.items():
+                most = max(common(row, tokens) // 3 * 3 for row in rows)
+                if of == scope and most:
+                    wanted[name] = most
+            assert computed.known_tokens(scope, tokens) == wanted
+            computed.record(scope, tokens, replica)
+            seen.setdefault((scope, replica), []).append(tokens)
+        computed.forget()
+        assert not any(computed.known_tokens(scope, tokens) for scope, _, tokens in acts)
+
+
+def test_few_blocks_are_remembered_those_that_were_asked_for_last():
+    computed = computed_prompts.ComputedPrompts(most=2)
+    one, two, three = ([n] * 64 for n in (1, 2, 3))
+    for tokens in (one, two):
+        computed.record("", tokens, "a")
+    computed.known_tokens("", one)
+    computed.record("", three, "a")
+    assert [bool(computed.known_tokens("", tokens)) for tokens in (one, two, three)] == [True, False, True]
+
+
+class Counting(Fake):
+    """Counts the tokens that a prefix cache would not have had."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.computed, self.known = 0, []
+
+    async def generate(self, request: Request) -> Completion:
+        kept = max((common(row, request.tokens) for row in self.known), default=0)
+        self.computed += len(request.tokens) - kept
+        done = await super().generate(request)
+        self.known.append([*request.tokens, *done.tokens])
+        return done
+
+
+async def episode(r: EngineRouter, number: int, turns: int, told: int) -> int:
+    """Every turn has all that was said before and `told` tokens more, which take a while. -> tokens of its last prompt."""
+    draw, tokens = random.Random(number), []
+    for turn in range(turns):
+        tokens = [*tokens, *(draw.randrange(1000) for _ in range(told))]
+        for _ in range(draw.randrange(40)):
+            await asyncio.sleep(0)
+        tokens += (await r.generate(Request(tokens, Sampling(), key=100 * number + turn))).tokens
+    return len(tokens) - 1
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_the_next_turn_of_an_episode_goes_where_the_last_one_lies(forgets, monkeypatch):
+    """Four replicas compute nothing twice; without it several times as much."""
+    if forgets:
+        monkeypatch.setattr(computed_prompts.ComputedPrompts, "record", lambda *_: None)
+    fakes = {f"e{i}": Counting(i) for i in range(4)}
+
+    async def work():
+        r = EngineRouter(fakes, max_inflight=32)
+        return sum(await asyncio.gather(*(episode(r, number, 8, 200) for number in range(32))))
+
+    least = asyncio.run(work())
+    share = sum(fake.computed for fake in fakes.values()) / least
+    told = [len(fake.prompts) for fake in fakes.values()]
+    assert (share > 2 if forgets else share < 1.1) and max(told) <= 1.5 * 8 * 32 / 4, (share, told)
+
+
+def test_what_all_prompts_begin_with_does_not_bring_them_to_one_replica_and_weights_are_the_end_of_it():
+    async def work():
+        r, fakes = router(3, max_inflight=8)
+        front = tuple(range(128))
+        await asyncio.gather(*(r.generate(request(10 * g + i, (*front, g))) for g in range(6) for i in range(4)))
+        assert [len(fake.prompts) for fake in fakes.values()] == [8, 8, 8]
+        computed = r.queue.computed
+        assert len(computed.known_tokens(("policy", "", ""), front)) == 3
+        await committed(r, 1)
+        assert not computed.known_tokens(("policy", "", ""), front)
 
     asyncio.run(work())
 

@@ -1,17 +1,23 @@
-"""Requests that wait for a replica, first come first served; a group's requests go where its prompt lies already."""
+"""Requests that wait for a replica, first come first served; each goes where its prompt, or the beginning of it, lies
+already.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rondel.core.errors import EngineError
+from rondel.generate.engine.computed_prompts import ComputedPrompts
 from rondel.generate.engine.replica_fleet import EngineReplica, ReplicaFleet
 
 REMEMBERED = 10_000  # groups whose replica is known
+TOKENS_A_REQUEST = (
+    64  # of a prompt that are computed again rather than that a replica has one more request than another
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -19,6 +25,8 @@ class QueuedRequest:
     """A request's place in the queue; what it waits for is a replica, or None when everything is aborted."""
 
     group: Any
+    scope: Hashable  # under which weights it is computed
+    tokens: Sequence[int]
     place: asyncio.Future[EngineReplica | None]
 
 
@@ -30,16 +38,19 @@ class RequestQueue:
 
     def __init__(self, fleet: ReplicaFleet, *, cap: Callable[[], int], lean: int) -> None:
         self.fleet, self._cap, self.lean = fleet, cap, lean
+        self.computed: ComputedPrompts[EngineReplica] = ComputedPrompts()
         self._homes: OrderedDict[Any, EngineReplica] = OrderedDict()
         self._queue: deque[QueuedRequest] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    async def acquire_replica(self, group: Any, *, first: bool) -> EngineReplica | None:
+    async def acquire_replica(
+        self, group: Any, scope: Hashable, tokens: Sequence[int], *, first: bool
+    ) -> EngineReplica | None:
         """A replica with room, whose load already counts this request. `first`: it had one before."""
         self.fleet.refuse_if_deserted()
-        mine = QueuedRequest(group, asyncio.get_running_loop().create_future())
+        mine = QueuedRequest(group, scope, tokens, asyncio.get_running_loop().create_future())
         self._queue.appendleft(mine) if first else self._queue.append(mine)
         self.assign_requests()
         try:
@@ -62,25 +73,28 @@ class RequestQueue:
 
     def assign_requests(self) -> None:
         """Give out what room there is, in the order of the queue."""
-        while self._queue and (replica := self._choose_replica(self._queue[0].group)):
+        while self._queue and (replica := self._choose_replica(self._queue[0])):
             mine = self._queue.popleft()
             if not mine.place.done():
                 replica.load += 1
+                self.computed.record(mine.scope, mine.tokens, replica)
                 mine.place.set_result(replica)
 
-    def _choose_replica(self, group: Any) -> EngineReplica | None:
+    def _choose_replica(self, mine: QueuedRequest) -> EngineReplica | None:
+        """That of its group; of a group without one, the replica that knows most of its prompt for what it has to do."""
         able = [r for r in self.fleet.healthy if not r.leaving and r.load < self._cap()]
         if not able:
             return None
-        least = min(able, key=lambda r: r.load)
-        home = self._homes.get(group)
-        if home not in able:
-            if home is None or home.leaving or home.fault or not self.fleet.is_member(home):
-                self._homes[group] = least
-            chosen = least
-        else:
+        least, home = min(able, key=lambda r: r.load), self._homes.get(mine.group)
+        if home in able:
             chosen = home if home.load < least.load + self.lean else least
-        self._homes.move_to_end(group)
+        elif home is not None and self.fleet.is_member(home) and not (home.leaving or home.fault):
+            chosen = least  # it is full
+        else:
+            known = self.computed.known_tokens(mine.scope, mine.tokens)
+            chosen = max(able, key=lambda r: known.get(r, 0) - TOKENS_A_REQUEST * r.load)
+            self._homes[mine.group] = chosen
+        self._homes.move_to_end(mine.group)
         while len(self._homes) > REMEMBERED:
             self._homes.popitem(last=False)
         return chosen

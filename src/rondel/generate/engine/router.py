@@ -1,9 +1,10 @@
 """Many engines behind the verbs of one: replicas that serve the same weights, joined and lost while requests run.
 
     generate ──> its group's replica, while that is not `lean` requests ahead of the least loaded ──> else the least loaded
+                 no group: who knows most of its prompt, 64 tokens less for each request that it has
                  all full: wait, first come first served                replica dies: elsewhere, before those that wait
 
-A group's requests go where its prompt lies already. A request that is sent again keeps
+A group's requests go where its prompt lies already, and the next turn of an episode where the last one does. A request that is sent again keeps
 its key, so that under the same weights it draws the same tokens. What changes weights,
 memory or pauses goes to all; whoever is
 lost on the way is named and left behind. One that can be started again is, whatever found out that it ended;
@@ -79,12 +80,13 @@ class EngineRouter:
     # -- generate and score ----------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Completion:
-        group = (request.policy, request.adapter, request.namespace, request.id or tuple(request.tokens))
+        scope = (request.policy, request.adapter, request.namespace)
+        group = (*scope, request.id or hash(tuple(request.tokens)))
         again = False
         while True:
             try:
                 async with asyncio.timeout(request.deadline):
-                    replica = await self.queue.acquire_replica(group, first=again)
+                    replica = await self.queue.acquire_replica(group, scope, request.tokens, first=again)
             except TimeoutError as error:
                 raise stalled_error(
                     f"a request waits for a replica since {request.deadline} s; each of {len(self.replicas)} has "
@@ -97,6 +99,7 @@ class EngineRouter:
             finally:
                 self.queue.release_replica(replica)
             if done is not None:
+                self.queue.computed.record(scope, [*request.tokens, *done.tokens], replica)
                 self._record_answer(len(done.tokens))
                 return done
             again = True
@@ -273,6 +276,7 @@ class EngineRouter:
             )
         if isinstance(message, Commit):
             self.version = served.pop()
+            self.queue.computed.forget()
             for replica in members:
                 replica.fault = ""
             self.queue.assign_requests()
