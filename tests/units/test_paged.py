@@ -25,9 +25,9 @@ from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.cuda_graphs import DecodeGraphs, sizes_upto
 from rondel.models.dense_attention import ScoreRule
-from rondel.models.graph_recording import CudaGraph
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
+from rondel.models.recorded_graph import CudaGraph
 
 pytest.importorskip("triton", reason="pip install triton")
 from rondel.models import paged_attention

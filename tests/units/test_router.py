@@ -27,7 +27,7 @@ from rondel.core.types import (
     Sampling,
     TokenScores,
 )
-from rondel.generate.engine import computed_prompts
+from rondel.generate.engine import prompt_locations
 from rondel.generate.engine.router import EngineRouter
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.update import WeightUpdate
@@ -197,8 +197,8 @@ def common(a: list[int], b: list[int]) -> int:
 def test_what_a_replica_knows_of_a_prompt_is_its_longest_beginning_in_whole_blocks(acts):
     seen: dict[tuple[int, int], list[list[int]]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(computed_prompts, "BLOCK", 3)
-        computed = computed_prompts.ComputedPrompts()
+        patch.setattr(prompt_locations, "BLOCK", 3)
+        computed = prompt_locations.PromptLocations()
         for scope, replica, tokens in acts:
             wanted = {}
             for (of, name), rows in seen.items():
@@ -213,7 +213,7 @@ def test_what_a_replica_knows_of_a_prompt_is_its_longest_beginning_in_whole_bloc
 
 
 def test_few_blocks_are_remembered_those_that_were_asked_for_last():
-    computed = computed_prompts.ComputedPrompts(most=2)
+    computed = prompt_locations.PromptLocations(most=2)
     one, two, three = ([n] * 64 for n in (1, 2, 3))
     for tokens in (one, two):
         computed.record("", tokens, "a")
@@ -252,7 +252,7 @@ async def episode(r: EngineRouter, number: int, turns: int, told: int) -> int:
 def test_the_next_turn_of_an_episode_goes_where_the_last_one_lies(forgets, monkeypatch):
     """Four replicas compute nothing twice; without it several times as much."""
     if forgets:
-        monkeypatch.setattr(computed_prompts.ComputedPrompts, "record", lambda *_: None)
+        monkeypatch.setattr(prompt_locations.PromptLocations, "record", lambda *_: None)
     fakes = {f"e{i}": Counting(i) for i in range(4)}
 
     async def work():
@@ -271,7 +271,7 @@ def test_what_all_prompts_begin_with_does_not_bring_them_to_one_replica_and_weig
         front = tuple(range(128))
         await asyncio.gather(*(r.generate(request(10 * g + i, (*front, g))) for g in range(6) for i in range(4)))
         assert [len(fake.prompts) for fake in fakes.values()] == [8, 8, 8]
-        computed = r.queue.computed
+        computed = r.queue.locations
         assert len(computed.known_tokens(("policy", "", ""), front)) == 3
         await committed(r, 1)
         assert not computed.known_tokens(("policy", "", ""), front)

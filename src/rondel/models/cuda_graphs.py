@@ -22,7 +22,7 @@ from torch import Tensor
 from rondel.core.errors import ConfigError
 from rondel.models.attention import AttentionLayout
 from rondel.models.compilation import REMEDY, TOLERANCE, CompiledModel, refuse_compilation
-from rondel.models.graph_recording import CudaGraph, GraphRecording
+from rondel.models.recorded_graph import CudaGraph, GraphRecording
 
 if TYPE_CHECKING:
     from rondel.models.fed_layout import FedLayout

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rondel.core.errors import ConfigError
-from rondel.models.graph_recording import CudaGraph, GraphRecording
+from rondel.models.recorded_graph import CudaGraph, GraphRecording
 
 Run = Callable[..., Any]  # (weights and buffers, one after the other) -> loss, measures and gradients, likewise
 Compiler = Callable[[GraphModule, list[Tensor]], Run]

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondel.core.errors import EngineError
-from rondel.generate.engine.computed_prompts import ComputedPrompts
+from rondel.generate.engine.prompt_locations import PromptLocations
 from rondel.generate.engine.replica_fleet import EngineReplica, ReplicaFleet
 
 REMEMBERED = 10_000  # groups whose replica is known
-TOKENS_A_REQUEST = (
-    64  # of a prompt that are computed again rather than that a replica has one more request than another
-)
+TOKENS_A_REQUEST = 64  # of a prompt: as many are computed again rather than that one replica has a request more
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +36,7 @@ class RequestQueue:
 
     def __init__(self, fleet: ReplicaFleet, *, cap: Callable[[], int], lean: int) -> None:
         self.fleet, self._cap, self.lean = fleet, cap, lean
-        self.computed: ComputedPrompts[EngineReplica] = ComputedPrompts()
+        self.locations: PromptLocations[EngineReplica] = PromptLocations()
         self._homes: OrderedDict[Any, EngineReplica] = OrderedDict()
         self._queue: deque[QueuedRequest] = deque()
 
@@ -77,7 +75,7 @@ class RequestQueue:
             mine = self._queue.popleft()
             if not mine.place.done():
                 replica.load += 1
-                self.computed.record(mine.scope, mine.tokens, replica)
+                self.locations.record(mine.scope, mine.tokens, replica)
                 mine.place.set_result(replica)
 
     def _choose_replica(self, mine: QueuedRequest) -> EngineReplica | None:
@@ -91,7 +89,7 @@ class RequestQueue:
         elif home is not None and self.fleet.is_member(home) and not (home.leaving or home.fault):
             chosen = least  # it is full
         else:
-            known = self.computed.known_tokens(mine.scope, mine.tokens)
+            known = self.locations.known_tokens(mine.scope, mine.tokens)
             chosen = max(able, key=lambda r: known.get(r, 0) - TOKENS_A_REQUEST * r.load)
             self._homes[mine.group] = chosen
         self._homes.move_to_end(mine.group)

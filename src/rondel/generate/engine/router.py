@@ -99,7 +99,7 @@ class EngineRouter:
             finally:
                 self.queue.release_replica(replica)
             if done is not None:
-                self.queue.computed.record(scope, [*request.tokens, *done.tokens], replica)
+                self.queue.locations.record(scope, [*request.tokens, *done.tokens], replica)
                 self._record_answer(len(done.tokens))
                 return done
             again = True
@@ -276,7 +276,7 @@ class EngineRouter:
             )
         if isinstance(message, Commit):
             self.version = served.pop()
-            self.queue.computed.forget()
+            self.queue.locations.forget()
             for replica in members:
                 replica.fault = ""
             self.queue.assign_requests()

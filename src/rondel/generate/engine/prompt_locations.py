@@ -13,7 +13,7 @@ Replica = TypeVar("Replica", bound=Hashable)
 BLOCK = 64  # tokens
 
 
-class ComputedPrompts(Generic[Replica]):
+class PromptLocations(Generic[Replica]):
     """`most` blocks are remembered, those that were computed or asked for last. A wrong answer costs time alone."""
 
     def __init__(self, most: int = 100_000) -> None:
