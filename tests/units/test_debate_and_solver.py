@@ -157,13 +157,14 @@ def test_settings_without_effect_are_refused():
 
 
 def test_rondel_check_tries_what_has_a_gold_answer():
-    from rondel.checks.own_scores import check_own_scores
+    from rondel.checks.score_check import check_scores
 
     def found(env, *tasks):
         info = SimpleNamespace(tokenizer=tokenizer("chatml"), max_context=4000, sight=None)
         job, own = SimpleNamespace(task=SimpleNamespace(system=None)), SimpleNamespace(train=list(tasks))
-        parts = SimpleNamespace(env=env, model_info=info, tasks=own, job=job, sampling=Sampling(max_tokens=100))
-        return asyncio.run(check_own_scores(parts))
+        said = Sampling(max_tokens=100)
+        parts = SimpleNamespace(env=env, model_info=info, tasks=own, job=job, sampling=said, pool=None)
+        return asyncio.run(check_scores(parts))
 
     assert all(f.ok for f in found(Debate(), QUESTION))
     sums = [Task("p", "x", {"prompt": "3 + 4 =", "answer": "7"}), Task("q", "x", {"prompt": "3 + 5 =", "answer": "8"})]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -31,7 +33,7 @@ from rondel.core.repository_files import RepositoryFile
 from rondel.core.sandbox_types import CommandResult
 from rondel.core.types import Task
 from rondel.generate.envs.episode import EpisodeState
-from rondel.generate.envs.repository.grader import grade, reward_in, split_changes
+from rondel.generate.envs.repository.grader import grade, known_sums, reward_in, split_changes
 from rondel.generate.envs.repository.reader import load_task
 from rondel.generate.envs.repository.self_check import check_in_boxes
 from rondel.generate.envs.repository.workspace import command_text, open_workspace, stable_text
@@ -230,6 +232,93 @@ def test_a_command_line_agent_works_in_the_box_and_asks_the_policy_over_http(tmp
     assert SUMS.strip() in text and (tmp_path / "log" / "000000.jsonl").read_text().count("\n") == 1
     with pytest.raises(EnvError, match=r"(?s)ended with exit code 1: .*FileNotFoundError.*nothing"):
         play(task, "nothing.py", MENDED, env=env)
+
+
+class CountedBoxes(Sandbox):
+    """What each box was told to do, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def cell(self, *limits, **settings):
+        box, told = super().cell(*limits, **settings), []
+        self.told.append(told)
+        for verb in ("run", "call", "begin"):
+            setattr(box, verb, partial(self._note, told, verb, getattr(box, verb)))
+        return box
+
+    def _note(self, told, verb, do, *what, **how):
+        told.append(verb)
+        return do(*what, **how)
+
+
+@needs_walls
+def test_an_episode_of_an_agent_asks_its_boxes_no_more_than_it_must(tmp_path):
+    """Its files in one go and what became of them in one; hidden files come with the others into the fresh box."""
+    pytest.importorskip("starlette")
+    plain_task(tmp_path / "tasks")
+    write_files(tmp_path / "agent", {"agent.py": AGENT})
+    env = environment(agent=["python3", "{files}/agent.py"], agent_files=tmp_path / "agent")
+    env.sandbox = CountedBoxes()
+    found, _ = play(the_task(tmp_path / "tasks"), "sums.py", MENDED, env=env)
+    assert found[0].score.value == 1.0
+    assert env.sandbox.told == [["call", "begin", "call"], ["call", "run"]]
+
+
+@needs_walls
+def test_an_agent_that_waits_for_the_policy_holds_nobody_up(tmp_path):
+    """Not even where the event loop has one thread: another episode ends and is graded meanwhile."""
+    pytest.importorskip("starlette")
+    plain_task(tmp_path / "tasks")
+    write_files(tmp_path / "agent", {"agent.py": AGENT})
+    env = environment(agent=["python3", "{files}/agent.py"], agent_files=tmp_path / "agent")
+    task, ended = the_task(tmp_path / "tasks"), asyncio.Event()
+
+    async def run_slow():
+        talk, _ = scripted_chat("sums.py", MENDED)
+        ask = talk.generate
+
+        async def ask_late(request):
+            await asyncio.wait_for(ended.wait(), 60)
+            return await ask(request)
+
+        talk.generate = ask_late
+        return await env.run(task, talk)
+
+    async def run_fast():
+        found = await env.run(task, scripted_chat("sums.py", MENDED)[0])
+        ended.set()
+        return found
+
+    async def run_both():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        return await asyncio.gather(run_slow(), run_fast())
+
+    assert [found[0].score.value for found in asyncio.run(run_both())] == [1.0, 1.0]
+
+
+@needs_walls
+def test_what_looks_after_the_files_imports_nothing_of_the_box(tmp_path):
+    plain_task(tmp_path)
+    box = open_workspace(read(tmp_path), Sandbox())
+    try:
+        known = known_sums(box.task.files)
+        before = box.state(known)
+        lies = "".join(
+            f"echo 'raise SystemExit(7)' > {place}/{name}.py; "
+            for place in ("/box", "/tmp", "/tmp/.rondel", "$HOME", ".")
+            for name in ("base64", "json", "difflib", "hashlib", "stat", "sitecustomize")
+        )
+        assert box.run(lies).ok and not box.run("python3 -c 'import base64'").ok
+        changed, digest = box.state(known)
+        assert len(changed) == 6 and digest == box.folder_digest() != before[1]
+        box.put((box.root, {"more.py": RepositoryFile(b"x")}))
+        assert box.read_file(f"{box.root}/more.py") == "x"
+        assert box.run("rm base64.py json.py difflib.py hashlib.py stat.py sitecustomize.py more.py").ok
+        assert box.state(known) == before
+    finally:
+        box.close()
 
 
 def test_what_differs_from_run_to_run_is_not_read():

@@ -374,6 +374,27 @@ def test_preflight_tells_a_bad_reward(tmp_path, monkeypatch, body, bad):
     assert all(f.remedy for f in findings if not f.ok)
 
 
+def test_preflight_warns_of_gold_below_the_maximum_that_a_reward_names():
+    form = {"correct": "number", "form": {"kind": "format", "tag": "answer", "weight": 0.2}}
+    both = {"kind": "by", "field": "of", "parts": {"a": {"kind": "combine", "parts": form}, "b": "number"}}
+    for spec, maximum in (
+        ("number", 1.0),
+        ({"kind": "citation", "answer": 0.75}, 1.25),
+        ({"kind": "combine", "parts": form}, 1.2),
+        ({"kind": "combine", "parts": {**form, "length": {"kind": "format", "tag": "a", "weight": -1.0}}}, None),
+        (both, None),
+    ):
+        assert getattr(build_reward(spec), "maximum", None) == maximum
+    with RewardPool({"kind": "combine", "parts": form}) as pool:
+        found = {f.what: f for f in asyncio.run(check_reward(pool, [task("7"), Task("t/2", "x", {"answer": "12"})]))}
+    gold = found["gold"]
+    assert (
+        gold.ok
+        and gold.warning
+        and gold.message.startswith("2 of 2 gold answers score less than the reward's maximum, 1.2")
+    )
+
+
 def test_preflight_without_answers_says_so():
     with RewardPool("number") as pool:
         (finding,) = asyncio.run(check_reward(pool, [Task("t/1", "x", {"prompt": "?"})]))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from kits.chat import Engine, chat, tokenizer
-from rondel.core.errors import ConfigError
-from rondel.core.types import Task, Trajectory, Turn
+from rondel.checks.score_check import check_scores
+from rondel.core.errors import ConfigError, DataError
+from rondel.core.types import Sampling, Task, Trajectory, Turn
 from rondel.generate.corpus.passages import Passage
 from rondel.score import build_reward
 from rondel.score.citation import normalise, split_answer
@@ -21,6 +24,7 @@ TASK = Task(
     "search",
     {"prompt": "Which release was the first to have m.prod?", "answer": "3.8", "passages": [1], "queries": ["m.prod"]},
 )
+OTHER = Task("t/2", "search", {"prompt": "And m.sum?", "answer": "2.7", "passages": [0], "queries": ["m.sum"]})
 PASSAGES = [
     Passage("m", "m.sum(x)", "m.sum(x) adds. New in version 2.7."),
     Passage("m", "m.prod(x)", "m.prod(x) multiplies " + "very " * 60 + "well. New in version 3.8."),
@@ -115,6 +119,47 @@ def test_gold_searches_and_deserves_the_best_score(corpus):
         tokens = [t for text in said for t in [*tok.encode(text, add_special_tokens=False), tok.eos_token_id]]
         assert [t for t, mine in zip(found.tokens, found.mask) if mine] == tokens
         assert set(found.versions) == {-1, 0} and not any(found.logprobs)
+
+
+def test_gold_opens_a_passage_that_the_searches_found_and_did_not_show(corpus):
+    from rondel.generate.envs.search import Search
+
+    assert lines(corpus, snippet=100).gold(TASK) == ["search: m.prod", "3.8 [1]"]
+    assert lines(corpus).gold(TASK) == ["search: m.prod", "open: 1", "3.8 [1]"]
+    assert Search(corpus, turns=4, results=2, snippet=6).gold(TASK)[1] == call("open", id=1)
+    missed = replace(TASK, data=TASK.data | {"queries": ["n.gap"]})  # no number that a search did not show is opened
+    assert lines(corpus, results=1).gold(missed) == ["search: n.gap", "3.8 [1]"]
+    with pytest.raises(DataError, match="has no queries, passages"):
+        lines(corpus).gold(Task("t", "search", {"prompt": "?", "answer": "3.8"}))
+
+
+def check(env, *tasks):
+    tok = tokenizer("chatml")
+    with RewardPool("citation") as pool:
+        parts = SimpleNamespace(
+            env=env, pool=pool, sampling=Sampling(max_tokens=200), tasks=SimpleNamespace(train=list(tasks)),
+            model_info=SimpleNamespace(tokenizer=tok, max_context=4000, sight=None),
+            job=SimpleNamespace(task=SimpleNamespace(system=None)),
+        )  # fmt: skip
+        return {f.what: f for f in asyncio.run(check_scores(parts))}
+
+
+def test_rondel_check_plays_gold_with_the_searches_that_it_stands_on(corpus):
+    found = check(lines(corpus), TASK, OTHER)
+    assert [f.what for f in found.values() if not f.ok or f.warning] == []
+    assert found["reward: gold"].message == "all 2 gold answers score the reward's maximum, 1"
+    assert found["reward: failures"].message == "the reward answered all 6 calls"
+
+
+def test_rondel_check_warns_of_gold_that_cannot_reach_the_maximum(corpus):
+    from rondel.generate.envs.search import Search
+
+    blind = {"reward: gold": lines(corpus, results=1, snippet=1)}  # two turns: none is left to open what was found
+    blind["reward: gold"].turns = 2
+    unread = Task("u", "search", {"prompt": "?", "answer": "3.8", "passages": [1]})  # the answer alone is judged
+    for found in (check(blind["reward: gold"], TASK, OTHER), check(Search(corpus), unread)):
+        gold = found["reward: gold"]
+        assert gold.ok and gold.warning and "less than the reward's maximum, 1" in gold.message and gold.remedy
 
 
 # -- the reward ------------------------------------------------------------------------------------

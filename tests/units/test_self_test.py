@@ -16,6 +16,7 @@ from rondel.checks.layout_check import check_layouts
 from rondel.models.load import load_model
 from rondel.train import annotate
 from rondel.train.optim import MasterWeights
+from rondel.train.step import LocalTrainer
 
 LINES = {"lr = 0: ratio", "lr = 0: clip", "lr = 0: weights", "lr = 0: gap"}
 SMALL = {"loop__warmup__steps": 1, "loop__groups_per_step": 2, "algo__group_size": 2}
@@ -78,6 +79,22 @@ def test_the_layout_is_checked_with_all_else(tmp_path):
     assert [f.ok for f in found] == [False, True] and "tp = 16 does not divide the 4 attention heads" in found[
         0
     ].message
+
+
+def test_each_answer_that_was_drawn_passes_once(tmp_path, monkeypatch):
+    """The steps share the groups out; where there are fewer groups than steps, the others take them all."""
+    stepped, seen = LocalTrainer.step, []
+
+    async def step(self, batch, algo):
+        seen.append({(sample.group, sample.index) for sample in batch.samples})
+        return await stepped(self, batch, algo)
+
+    monkeypatch.setattr(LocalTrainer, "step", step)
+    assert not failing(tmp_path)
+    assert [len(one) for one in seen] == [4, 4, 4] and len(set.union(*seen)) == 12
+    seen.clear()
+    monkeypatch.setattr(recipe_check, "GROUPS", 2)
+    assert not failing(tmp_path / "few") and [len(one) for one in seen] == [2, 2, 4]
 
 
 def test_weights_that_move_are_found(tmp_path, monkeypatch):

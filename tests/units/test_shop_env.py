@@ -118,7 +118,7 @@ class Generous(Shop):
 
 @pytest.mark.parametrize(("made", "wrong"), [(Shop, []), (Generous, ["empty", "wrong"])])
 def test_rondel_check_plays_an_environment_that_scores_itself(made, wrong):
-    from rondel.checks.own_scores import check_own_scores
+    from rondel.checks.score_check import check_scores
 
     info = SimpleNamespace(tokenizer=tokenizer("chatml"), max_context=12000, sight=None)
     job = SimpleNamespace(task=SimpleNamespace(system=None))
@@ -127,9 +127,10 @@ def test_rondel_check_plays_an_environment_that_scores_itself(made, wrong):
         model_info=info,
         tasks=SimpleNamespace(train=tasks()[:2]),
         job=job,
+        pool=None,
         sampling=Sampling(max_tokens=400),
     )
-    found = asyncio.run(check_own_scores(parts))
+    found = asyncio.run(check_scores(parts))
     assert [f.what for f in found] == [f"environment: {what}" for what in ("failures", "gold", "empty", "wrong")]
     assert [f.what.removeprefix("environment: ") for f in found if not f.ok] == wrong
 

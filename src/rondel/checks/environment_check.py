@@ -13,7 +13,14 @@ from typing import Any
 from rondel.assemble.components import LENDS, env_of
 from rondel.assemble.recipe_parts import sampling_of
 from rondel.assemble.workers import sight_within
-from rondel.checks.scripted_policy import RequestBarrier, Script, ScriptedEpisode, ScriptedStage, build_scripts
+from rondel.checks.scripted_policy import (
+    RequestBarrier,
+    Script,
+    ScriptedEpisode,
+    ScriptedStage,
+    build_scripts,
+    knows_gold,
+)
 from rondel.core.config.job import Job
 from rondel.core.errors import RondelError
 from rondel.core.types import Failed, Score, Task
@@ -114,11 +121,10 @@ class _Check:
         asked = []
         for name, script in self.scripts.items():
             tasks = self.tasks if name in JUDGED else self.tasks[:ODD]
-            asked += [play_one(name, task, script) for task in tasks if name != "gold" or self._has_gold(task)]
+            asked += [
+                play_one(name, task, script) for task in tasks if name != "gold" or knows_gold(self.stage.env, task)
+            ]
         return list(await asyncio.gather(*asked))
-
-    def _has_gold(self, task: Task) -> bool:
-        return hasattr(self.stage.env, "gold") or task.data.get("answer") not in (None, "")
 
     async def _at_once(self) -> tuple[list[ScriptedEpisode], int, float, list[ScriptedEpisode]]:
         """The same few episodes one after the other, and at once. -> the former, how many
@@ -206,7 +212,8 @@ class _Check:
                 CheckFinding("gold", True, told),
                 *judge_scores({"gold": [], "empty": [], "wrong": []}, failed, len(ended))[:1],
             ]
-        return found + judge_scores(scores, failed, len(ended))
+        maximum = self.pool[0].maximum if self.pool and not self.own else None
+        return found + judge_scores(scores, failed, len(ended), maximum)
 
     async def _score_episode(self, played: ScriptedEpisode) -> Score | Failed:
         root = played.trajectories[0]

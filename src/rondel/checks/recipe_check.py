@@ -12,12 +12,13 @@ from rondel.assemble.components import TOOLS, build
 from rondel.assemble.facts import batch_line
 from rondel.assemble.run_components import Components
 from rondel.checks.layout_check import check_layouts
-from rondel.checks.own_scores import check_own_scores
+from rondel.checks.progress import Say, silent, slow_part
+from rondel.checks.score_check import check_scores
 from rondel.checks.self_test import self_test
 from rondel.checks.special_token_check import all_tasks, read_as_text
 from rondel.core.config.job import Job
 from rondel.core.errors import CheckpointError, EnvError, RondelError, SandboxError
-from rondel.core.protocols import DemonstratingEnv, SelfScoringEnv
+from rondel.core.protocols import DemonstratingEnv
 from rondel.core.types import Failed, Group, Slot, Task
 from rondel.driver.rollouts import prepare, rollouts_of
 from rondel.generate.envs.python import python_tool
@@ -25,19 +26,20 @@ from rondel.planner.resolve import free_memory
 from rondel.runtime.devices import prepare_process
 from rondel.runtime.sandbox.recipe import describe, sandbox_of
 from rondel.score import code_sandboxes
-from rondel.score.preflight import GROUPS, CheckFinding, check_reward
+from rondel.score.preflight import GROUPS, CheckFinding
 from rondel.train.checkpoint import Checkpoints
 
 
-def check(job: Job, *, asked: bool = False) -> list[CheckFinding]:
+def check(job: Job, *, asked: bool = False, say: Say = silent) -> list[CheckFinding]:
     """The recipe, its data, the reward on gold, empty and wrong answers, the signal,
     memory, disk, and a few steps at lr = 0.
 
-    The steps are taken if the model is small, or `asked` for.
+    The steps are taken if the model is small, or `asked` for. `say` hears what takes longer than some seconds.
     """
     prepare_process()
     try:
-        parts = build(job.on_one_device())
+        with slow_part(say, "loading the model and the tasks"):
+            parts = build(job.on_one_device())
     except RondelError as error:
         return [CheckFinding("recipe", False, str(error))]
     try:
@@ -50,7 +52,7 @@ def check(job: Job, *, asked: bool = False) -> list[CheckFinding]:
         found += [CheckFinding(f"policy {name}", True, _describe_policy(parts, name)) for name in job.policies]
         found += check_layouts(job, parts)
         found += _check_sandboxes(job)
-        found += asyncio.run(_check_live(parts, asked=asked))
+        found += asyncio.run(_check_live(parts, asked=asked, say=say))
         return [*found, _check_memory(parts), _check_disk(parts)]
     finally:
         parts.close()
@@ -123,16 +125,14 @@ def _python_tool(spec: str | dict[str, Any]) -> CheckFinding:
     )
 
 
-async def _check_live(parts: Components, *, asked: bool) -> list[CheckFinding]:
+async def _check_live(parts: Components, *, asked: bool, say: Say) -> list[CheckFinding]:
     if isinstance(parts.env, DemonstratingEnv):
         found = [
             CheckFinding("reward", True, "not tried on texts, since it reads points; see the signal on drawn ones")
         ]
-    elif isinstance(parts.env, SelfScoringEnv):
-        found = await check_own_scores(parts)
     else:
-        rewards = await check_reward(parts.pool, parts.tasks.train)
-        found = [CheckFinding(f"reward: {f.what}", f.ok, f.message, f.remedy) for f in rewards]
+        with slow_part(say, "scores of gold, empty and wrong answers"):
+            found = await check_scores(parts)
     await parts.sync(parts.trainer, parts.engine)
     rollouts = rollouts_of(parts)
     tasks = parts.tasks.train[:GROUPS]
@@ -142,8 +142,9 @@ async def _check_live(parts: Components, *, asked: bool) -> list[CheckFinding]:
         await rollouts.score(group)
         return group
 
-    groups = list(await asyncio.gather(*(attempt_group(n) for n in range(len(tasks)))))
-    return [*found, *_check_signal(parts, groups), *await self_test(parts, groups, prepare, asked=asked)]
+    with slow_part(say, f"signal: {len(tasks)} groups of {parts.job.algo.group_size} answers are drawn"):
+        groups = list(await asyncio.gather(*(attempt_group(n) for n in range(len(tasks)))))
+    return [*found, *_check_signal(parts, groups), *await self_test(parts, groups, prepare, asked=asked, say=say)]
 
 
 def _check_signal(parts: Components, groups: list[Group]) -> list[CheckFinding]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rondel.core.errors import EngineError, EnvError
+from rondel.core.errors import DataError, EngineError, EnvError
 from rondel.core.media import ImageProcessorConfig
 from rondel.core.protocols import GoldEnv, MultiTurnEnv
 from rondel.core.types import Completion, EnvFault, Request, Sampling, Task, Trajectory
@@ -200,6 +200,15 @@ class ScriptedStage:
         broken = next((t.outcome.reason for t in played.trajectories if isinstance(t.outcome, EnvFault)), "")
         played.fault = played.fault or broken
         return played
+
+
+def knows_gold(env: Any, task: Task) -> bool:
+    """Whether there is something to play as gold. DataError of `gold(task)`: the environment has none for this task."""
+    if isinstance(env, GoldEnv):
+        with suppress(DataError):
+            return bool(list(env.gold(task)))
+        return False
+    return task.data.get("answer") not in (None, "")
 
 
 def build_scripts(tokenizer: Any, tasks: Sequence[Task], env: Any) -> dict[str, Script]:

@@ -1,4 +1,7 @@
-"""A few steps at lr = 0: whatever moves is a lie. It finds a broken log-probability before an hour is spent."""
+"""A few steps at lr = 0: whatever moves is a lie. It finds a broken log-probability before an hour is spent.
+
+Each step has other groups, so every answer that was drawn passes once, and the optimizer takes several steps in a row.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rondel.checks.progress import Say, silent, slow_part
 from rondel.core.types import POLICY, Group
 from rondel.score.preflight import CheckFinding
 from rondel.train.multi_policy import policy_metric
@@ -25,7 +29,12 @@ WATCHED = ("train/ratio_max_deviation", "train/clip_fraction", "train/grad_norm"
 
 
 async def self_test(
-    parts: Components, groups: list[Group], prepare: Callable[[list[Group]], Awaitable[Any]], *, asked: bool
+    parts: Components,
+    groups: list[Group],
+    prepare: Callable[[list[Group]], Awaitable[Any]],
+    *,
+    asked: bool,
+    say: Say = silent,
 ) -> list[CheckFinding]:
     """One finding each: the ratio is 1, nothing is clipped, every weight keeps its bits, trainer and engine agree."""
     known, scored = {POLICY: parts.model_info, **parts.placed.others}, [g for g in groups if g.rewards]
@@ -45,11 +54,12 @@ async def self_test(
     for trainer in trainers.values():
         trainer.main = trainer.main.at_rest()
     before, seen = [_weights_digest(trainer) for trainer in trainers.values()], list[dict[str, float]]()
-    for _ in range(STEPS):
+    for number in range(STEPS):
         for _ in range(1 + OVERFLOWS):
-            batch = await prepare(scored)
-            async with parts.placed.devices.parked(), parts.placed.devices.training():
-                stats = await parts.trainer.step(batch, parts.algo)
+            batch = await prepare(scored[number::STEPS] or scored)
+            with slow_part(say, f"lr = 0: step {number + 1} of {STEPS}, {len(batch.samples)} answers"):
+                async with parts.placed.devices.parked(), parts.placed.devices.training():
+                    stats = await parts.trainer.step(batch, parts.algo)
             if not stats.note.startswith("overflow"):
                 break
         if not stats.stepped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -34,13 +35,13 @@ def run(
             f"the reward asks {url}: this check makes at most {3 * PAID + GROUPS * job.algo.group_size} calls, a step "
             f"at least {step}"
         )
-    findings = check(job, asked=self_test)
+    findings = check(job, asked=self_test, say=lambda line: print(line, file=sys.stderr, flush=True))
     print_findings(findings)
-    wrong = sum(not finding.ok for finding in findings)
+    wrong, warned = (sum(map(test, findings)) for test in (lambda f: not f.ok, lambda f: f.warning))
     print(
         f"\n{wrong} of {len(findings)} checks failed"
         if wrong
-        else f"\nall {len(findings)} checks passed; next: rondel train {recipe}"
+        else f"\nall {len(findings)} checks passed{f', {warned} with a warning' * bool(warned)}; next: rondel train {recipe}"
     )
     if wrong:
         raise typer.Exit(1)

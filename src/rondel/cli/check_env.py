@@ -59,11 +59,15 @@ def run(
 
 
 def print_findings(findings: list[Any]) -> None:
-    """A line a finding, and what to do below."""
+    """A line a finding, and what to do below a failure and a warning."""
     width = max((len(f.what) for f in findings), default=0)
     for finding in findings:
-        print(visible_text(f"{'✓' if finding.ok else '✗'} {finding.what:<{width}}  {finding.message}"))
-        if not finding.ok and finding.remedy:
+        print(
+            visible_text(
+                f"{'!' if finding.warning else '✓' if finding.ok else '✗'} {finding.what:<{width}}  {finding.message}"
+            )
+        )
+        if (finding.warning or not finding.ok) and finding.remedy:
             print(visible_text(f"  {'':<{width}}  do: {finding.remedy}"))
 
 

@@ -106,7 +106,9 @@ class SandboxCell(Protocol):
     def run(
         self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None
     ) -> CommandResult: ...
-    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> CommandResult: ...  # Python text
+    def call(
+        self, code: str, *, stdin: bytes = b"", wall: float | None = None, prelude: str = ""
+    ) -> CommandResult: ...  # Python text
     def begin(
         self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = ""
     ) -> None: ...  # on open files, to be waited for by

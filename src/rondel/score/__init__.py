@@ -122,8 +122,9 @@ def build_reward(spec: Spec, lent: Lent | None = None) -> Callable[..., Any]:
     except TypeError as error:
         raise ConfigError(f"reward '{kind}' cannot be made from {settings}: {error}") from error
     reward: Any = functools.partial(factory, **settings) if settings else factory
-    if settings and getattr(factory, "groupwise", False):
-        reward.groupwise = True
+    for trait in ("groupwise", "maximum"):
+        if settings and hasattr(factory, trait):
+            setattr(reward, trait, getattr(factory, trait))
     refuse_uncallable(f"reward '{kind}'", reward, "trajectory", "task")
     return reward
 

@@ -57,6 +57,7 @@ class Citation:
                 f"worth no more than a wrong one"
             )
         self.answer, self.citation, self.unread = answer, citation, unread
+        self.maximum = answer + citation
 
     def __call__(self, trajectory: Trajectory, task: Task) -> Score:
         gold = task.data["answer"]

@@ -63,6 +63,8 @@ class Code:
     does not pass, are a failure of the reward and no score.
     """
 
+    maximum = 1.0
+
     def __init__(
         self,
         *,

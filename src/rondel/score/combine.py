@@ -5,6 +5,7 @@ named by a field of it.
 from __future__ import annotations
 
 import inspect
+import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -97,6 +98,8 @@ class Combine(RewardTraits):
             )
         self.parts = parts
         super().__init__({name: reward for name, (_, reward) in parts.items()})
+        most = [weight * getattr(reward, "maximum", math.nan) for weight, reward in parts.values()]
+        self.maximum = sum(most) if all(share >= 0 for share in most) else None  # a weight below 0 pays what is least
 
     async def __call__(self, asked: Trajectory | list[Trajectory], task: Task) -> Score | Failed | list[Score | Failed]:
         trajectories = asked if isinstance(asked, list) else [asked]
@@ -130,6 +133,8 @@ class By(RewardTraits):
             raise ConfigError('reward \'by\' has no parts: parts = { sums = "number", proofs = "math" }')
         self.field = field
         super().__init__(parts)
+        most = {getattr(reward, "maximum", None) for reward in parts.values()}
+        self.maximum = most.pop() if len(most) == 1 else None
 
     def rewards_of(self, task: Task) -> list[Any]:
         return [reward for value, reward in self.rewards.items() if value == task.data.get(self.field)]

@@ -12,6 +12,8 @@ class Format:
     r"""1.0 when the text matches, else 0.0: `Format(tag="answer")` wants exactly one
     <answer>...</answer>, `Format(pattern=r"#### \d+$")` wants the pattern somewhere."""
 
+    maximum = 1.0
+
     def __init__(self, *, tag: str | None = None, pattern: str | None = None) -> None:
         if (tag is None) == (pattern is None):
             raise ConfigError("reward 'format' needs one of tag = 'answer' or pattern = '...'")

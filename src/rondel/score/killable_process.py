@@ -81,6 +81,7 @@ class RewardProcess:
         self.together: int = hello[0]["together"]
         self.naps, self.memory = bool(hello[0]["naps"]), int(hello[0]["memory"])
         self.groupwise = bool(hello[0]["groupwise"])
+        self.maximum: float | None = hello[0]["maximum"]
         self.separators = tuple(hello[0]["separators"])
 
     def run_jobs(self, jobs: Sequence[bytes], seconds: float) -> tuple[list[dict[str, Any]], bool]:

@@ -40,6 +40,8 @@ class Number:
     A gold answer without a number is a fault of the data: it raises, and becomes `Failed`.
     """
 
+    maximum = 1.0
+
     def __init__(self, *, tolerance: float = 0.0) -> None:
         if not 0 <= tolerance < float("inf"):
             raise ConfigError(f"reward 'number': tolerance = {tolerance}; it must be a number of at least 0")

@@ -86,6 +86,7 @@ class RewardPool:
         self.shared: ConcurrentWorker | None = None
         self.naps = False  # whether its model leaves the device while somebody else has it
         self.groupwise = False  # whether it grades the answers to a task together
+        self.maximum: float | None = None  # the most that it gives an answer, where it says so
         self.separators: tuple[str, ...] = ()  # behind which a step of an unfinished answer can be valued already
         self._end = weakref.finalize(self, _end_workers, self._threads, self._hired)
         try:
@@ -95,7 +96,7 @@ class RewardPool:
         except BaseException:
             self._end()
             raise
-        self.groupwise, self.separators = worker.groupwise, worker.separators
+        self.groupwise, self.maximum, self.separators = worker.groupwise, worker.maximum, worker.separators
         if self.groupwise and self.separators:
             self._end()
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -13,21 +13,28 @@ from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score import reward_urls
 from rondel.score.number import last_number
 from rondel.score.pool import RewardPool
+from rondel.score.result import check_score
 
 GROUPS = 6  # that a check rolls out to measure the signal
 # "gold", "empty", "wrong" -> what was answered, and what it was worth
 Scores = dict[str, list[tuple[Task, str, Score]]]
-PAID = 2  # tasks that are tried where every call goes to a server
+TRIED, PAID = 8, 2  # tasks that are tried; those where every call goes to a server
+# ("gold" | "empty" | "wrong", task) -> what came of it, with a score where somebody gave it one already
+Attempt = Callable[[str, Task], Awaitable[Trajectory | Failed]]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckFinding:
-    """`CheckFinding("gold", False, "a gold answer scored 0.0 ...", "compare ...")`. `remedy` is empty where all is well."""
+    """`CheckFinding("gold", False, "a gold answer scored 0.0 ...", "compare ...")`. `remedy` is empty where all is well.
+
+    A `warning` is ok, and still worth its remedy.
+    """
 
     what: str
     ok: bool
     message: str
     remedy: str = ""
+    warning: bool = False
 
 
 def gold_answer(task: Task) -> str:
@@ -35,15 +42,19 @@ def gold_answer(task: Task) -> str:
     return str(task.data["answer"])
 
 
+def count_tried(pool: RewardPool | None) -> int:
+    """How many tasks are tried: fewer where a call has a price."""
+    return PAID if pool is not None and reward_urls(pool.reward) else TRIED
+
+
 async def check_reward(
-    pool: RewardPool, tasks: Sequence[Task], *, count: int = 8, gold: Callable[[Task], str] = gold_answer
+    pool: RewardPool, tasks: Sequence[Task], *, gold: Callable[[Task], str] = gold_answer
 ) -> list[CheckFinding]:
-    """Findings on the first `count` tasks with an answer: failures, gold, empty, wrong, time.
+    """Findings on the first tasks with an answer, each answered in one text: failures, gold, empty, wrong, time.
 
     A reward that also wants a form (tags, a box) needs `gold` to write the answer in that form.
     """
-    asked = reward_urls(pool.reward)
-    tried = [task for task in tasks if task.data.get("answer") is not None][: min(count, PAID) if asked else count]
+    tried = [task for task in tasks if task.data.get("answer") is not None][: count_tried(pool)]
     if not tried:
         return [
             CheckFinding(
@@ -53,41 +64,53 @@ async def check_reward(
                 "name the column with answer = '...'",
             )
         ]
-    texts = (
-        [("gold", t, gold(t)) for t in tried]
-        + [("empty", t, "") for t in tried]
-        + [("wrong", t, _pick_wrong_answer(t, tried, gold)) for t in tried]
-    )
+    texts = {"gold": gold, "empty": lambda task: "", "wrong": lambda task: _pick_wrong_answer(task, tried, gold)}
+
+    async def write_text(kind: str, task: Task) -> Trajectory:
+        return Trajectory(text=texts[kind](task))
+
+    return await check_attempts(pool, tried, write_text)
+
+
+async def check_attempts(pool: RewardPool | None, tasks: Sequence[Task], attempt: Attempt) -> list[CheckFinding]:
+    """Findings on a gold, an empty and a wrong attempt at each task. The pool scores those without a score."""
     scores: Scores = {"gold": [], "empty": [], "wrong": []}
     failures: list[tuple[str, Task, Failed]] = []
     seconds: list[float] = []
-    results: dict[tuple[str, str], Score | Failed] = {}
-    if pool.groupwise:  # the three answers to a task are its group
-        for task in tried:
-            own = [(kind, text) for kind, of, text in texts if of is task]
-            start = time.perf_counter()
-            given = await pool.score_group([Trajectory(text=text) for _, text in own], task)
-            seconds.append(time.perf_counter() - start)
-            results |= {(kind, task.id): result for (kind, _), result in zip(own, given)}
-    for kind, task, text in texts:
-        if not pool.groupwise:
-            start = time.perf_counter()
-            results[kind, task.id] = await pool.score(Trajectory(text=text), task)
-            seconds.append(time.perf_counter() - start)
-        result = results[kind, task.id]
-        if isinstance(result, Failed):
-            failures.append((kind, task, result))
-        else:
-            scores[kind].append((task, text, result))
-    calls = [CheckFinding("calls", True, f"{len(texts)} were made to {', '.join(asked)}")] if asked else []
-    return [*calls, *judge_scores(scores, failures, len(texts)), _check_time(seconds, pool)]
+    for task in tasks:
+        made = {kind: await attempt(kind, task) for kind in scores}
+        waiting = [one for one in made.values() if isinstance(one, Trajectory) and one.score is None]
+        if pool is not None and waiting:
+            for asked in [waiting] if pool.groupwise else [[one] for one in waiting]:
+                start = time.perf_counter()
+                given = await pool.score_group(asked, task)
+                seconds.append(time.perf_counter() - start)
+                for trajectory, score in zip(asked, given, strict=True):
+                    trajectory.score = score
+        for kind, one in made.items():
+            if isinstance(one, Failed):
+                failures.append((kind, task, one))
+            elif isinstance(score := check_score(one.score, one), Failed):  # type: ignore[arg-type]
+                failures.append((kind, task, score))
+            else:
+                scores[kind].append((task, one.text, score))
+    asked_urls = reward_urls(pool.reward) if pool is not None and seconds else []
+    calls = (
+        [CheckFinding("calls", True, f"{3 * len(tasks)} were made to {', '.join(asked_urls)}")] if asked_urls else []
+    )
+    highest = pool.maximum if pool is not None and seconds else None
+    found = [*calls, *judge_scores(scores, failures, 3 * len(tasks), highest)]
+    return [*found, _check_time(seconds, pool)] if pool is not None and seconds else found
 
 
-def judge_scores(scores: Scores, failures: Sequence[tuple[str, Task, Failed]], calls: int) -> list[CheckFinding]:
-    """What the scores of gold, empty and wrong answers say of whoever gave them."""
+def judge_scores(
+    scores: Scores, failures: Sequence[tuple[str, Task, Failed]], calls: int, maximum: float | None = None
+) -> list[CheckFinding]:
+    """What the scores of gold, empty and wrong answers say of whoever gave them. `maximum`: the most that it gives,
+    where that is known."""
     return [
         _check_failures(failures, calls),
-        *_check_gold(scores),
+        _check_gold(scores, maximum),
         *(_check_below_gold(kind, scores) for kind in ("empty", "wrong")),
     ]
 
@@ -105,16 +128,25 @@ def _check_failures(failures: Sequence[tuple[str, Task, Failed]], calls: int) ->
     )
 
 
-def _check_gold(scores: Scores) -> list[CheckFinding]:
+def _check_gold(scores: Scores, maximum: float | None) -> CheckFinding:
+    """Whether gold reaches the maximum; the largest score of all where nobody says what that is."""
     if not scores["gold"]:
-        return [CheckFinding("gold", False, "no gold answer got a score", "see the failures above")]
-    best = max(score.value for results in scores.values() for *_, score in results)
-    low = [(task, text, score) for task, text, score in scores["gold"] if score.value < best]
+        return CheckFinding("gold", False, "no gold answer got a score", "see the failures above")
+    seen = max(score.value for results in scores.values() for *_, score in results)
+    best = seen if maximum is None else maximum
+    low = [(task, text, score) for task, text, score in scores["gold"] if score.value < best - 1e-9]
+    whose = "maximum seen" if maximum is None else "reward's maximum"
     if not low:
-        return [CheckFinding("gold", True, f"all {len(scores['gold'])} gold answers score the maximum seen, {best:g}")]
+        return CheckFinding("gold", True, f"all {len(scores['gold'])} gold answers score the {whose}, {best:g}")
     task, text, score = low[0]
-    message = f"{len(low)} of {len(scores['gold'])} gold answers score less than {best:g}; {task.id}: {text!r:.60} scores {score.value:g}"
-    return [CheckFinding("gold", False, message, "compare what the reward extracts with the form of the gold answers")]
+    return CheckFinding(
+        "gold",
+        maximum is not None,
+        f"{len(low)} of {len(scores['gold'])} gold answers score less than the {whose}, {best:g}; {task.id}: "
+        f"{text!r:.60} scores {score.value:g}",
+        "compare what the reward extracts with the form of the gold answers",
+        warning=maximum is not None,
+    )
 
 
 def _check_below_gold(kind: str, scores: Scores) -> CheckFinding:

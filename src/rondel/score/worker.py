@@ -2,7 +2,7 @@
 
 stdin   pickle  (reward spec, parent's process id, timeout, folder, what it may lend, whether it begins asleep, objects
         that the recipe was given), then (trajectory, task) for ever; its end is the end of the process
-stdout  JSON    {"together": 1, "naps": false, "groupwise": false, "separators": []} | {"error": ...}, then
+stdout  JSON    {"together": 1, "naps": false, "groupwise": false, "maximum": null, "separators": []} | {"error": ...}, then
         {"value": ..., "parts": ..., "steps": ...} | {"reason": ..., "detail": ...}
 
 A groupwise reward is given a list of trajectories, and replies {"group": [one such object each]}.
@@ -69,6 +69,7 @@ def main() -> None:
             "together": together,
             "naps": naps,
             "groupwise": groupwise,
+            "maximum": maximum if isinstance(maximum := getattr(reward, "maximum", None), int | float) else None,
             "memory": reward.memory if naps else 0,
             "separators": separators,
         }

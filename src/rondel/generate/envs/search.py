@@ -9,6 +9,7 @@ import json
 import re
 from typing import Any
 
+from rondel.core.errors import DataError
 from rondel.core.protocols import Chat
 from rondel.core.types import Completion, Task
 from rondel.generate.calls import HERMES, ToolCall
@@ -38,7 +39,8 @@ class Search(Tools):
         calls: str = "template",
         **settings: Any,
     ) -> None:
-        super().__init__([CorpusTools(corpus, results=results, snippet=snippet)], **settings)
+        self.reader = CorpusTools(corpus, results=results, snippet=snippet)
+        super().__init__([self.reader], **settings)
         self.output_tokens, self.lines = output_tokens, calls == "lines"
 
     def prompt(self, task: Task, tools: dict[str, Tool] | None = None) -> tuple[Messages, Schemas]:
@@ -46,15 +48,26 @@ class Search(Tools):
         return messages, () if self.lines else schemas
 
     def gold(self, task: Task) -> list[str]:
-        """A search for each hop, then the answer with its passage."""
-        queries: list[str] = task.data["queries"]
-        calls = [
-            f"search: {query}"
-            if self.lines
-            else f"{HERMES.opens}{json.dumps({'name': 'search', 'arguments': {'query': query}})}{HERMES.closes}"
-            for query in queries
-        ]
-        return [*calls[: self.turns - 1], f"{task.data['answer']} [{task.data['passages'][0]}]"]
+        """A search for each hop, a look into the passage where the searches found it and did not show the answer in
+        it, then the answer with its passage. DataError for a task that does not say how it is answered.
+        """
+        if missing := [name for name in ("queries", "passages", "answer") if not task.data.get(name)]:
+            raise DataError(
+                f"{task.id} has no {', '.join(missing)}, which gold replies are written from: tasks of task.data.kind = "
+                '"search_questions" have them'
+            )
+        queries, passage, answer = task.data["queries"], task.data["passages"][0], str(task.data["answer"])
+        calls = [self._write_call("search", query, query=query) for query in queries]
+        shown = [self.reader.search(query).partition(f"[{passage}] ")[2].partition("\n[")[0] for query in queries]
+        if any(shown) and not any(answer in text for text in shown):
+            calls.append(self._write_call("open", str(passage), id=passage))
+        return [*calls[: self.turns - 1], f"{answer} [{passage}]"]
+
+    def _write_call(self, name: str, rest: str, **arguments: Any) -> str:
+        """A call as the policy writes it: `rest` is what stands behind the name on a line."""
+        if self.lines:
+            return f"{name}: {rest}"
+        return f"{HERMES.opens}{json.dumps({'name': name, 'arguments': arguments})}{HERMES.closes}"
 
     async def _read_calls(self, done: Completion, chat: Chat) -> list[ToolCall]:
         if not self.lines:

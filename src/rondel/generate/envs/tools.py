@@ -21,6 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, create_model
@@ -96,7 +97,7 @@ class Tool:
             fields[parameter.name] = (hints.get(parameter.name, str), default)
         self._arguments = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
 
-    @property
+    @cached_property
     def schema(self) -> dict[str, Any]:
         """As OpenAI's `tools` wants it."""
         parameters = self._arguments.model_json_schema()

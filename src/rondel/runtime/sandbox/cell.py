@@ -135,12 +135,13 @@ class NamespaceCell:
     ) -> CommandResult:
         return self._execute_order({"do": "run", "argv": argv, "env": self.env | (env or {})}, stdin=stdin, wall=wall)
 
-    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> CommandResult:
+    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None, prelude: str = "") -> CommandResult:
         """Python text in a copy of the box's waiting interpreter: `run([python, "-c", code])`
-        without the start of one.
+        without the start of one. `prelude`: what the code begins with, and is the same in many calls.
         """
         with _memory_file(code) as text:
-            return self._execute_order({"do": "call", "env": self.env}, stdin=stdin, wall=wall, more=(text,))
+            more = (text, *([_compile_prelude(prelude)] if prelude else []))
+            return self._execute_order({"do": "call", "env": self.env}, stdin=stdin, wall=wall, more=more)
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         done = self._execute_order({"do": "write", "path": path, "mode": mode}, stdin=data)
@@ -158,9 +159,7 @@ class NamespaceCell:
         return done.stdout
 
     def begin(self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = "") -> None:
-        """As `call`, on files of the caller's; `finish` waits for it. `prelude`: what the code
-        begins with, and is the same in many calls.
-        """
+        """As `call`, on files of the caller's; `finish` waits for it."""
         self._turn.acquire()
         try:
             with _memory_file(code) as text:

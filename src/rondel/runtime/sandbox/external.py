@@ -55,8 +55,8 @@ class ExternalSandbox:
     ) -> CommandResult:
         raise NotImplementedError
 
-    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> CommandResult:
-        return self.run(python_command(code), stdin=stdin, wall=wall)
+    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None, prelude: str = "") -> CommandResult:
+        return self.run(python_command(f"{prelude}\n{code}"), stdin=stdin, wall=wall)
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         done = self.run(

@@ -17,6 +17,7 @@ from rondel.core.errors import EnvError, SandboxError
 from rondel.core.sandbox_types import CommandResult
 from rondel.generate.envs.repository.bridge_in_box import CLOSED, DATA, HEADER, OPENED, PIECE
 from rondel.generate.envs.repository.workspace import OWN, Workspace
+from rondel.generate.envs.tools import on_a_thread
 
 SERVES = Path(__file__).with_name("bridge_in_box.py").read_text(encoding="utf-8")
 CONNECTIONS = 64  # of one agent, at one time
@@ -43,7 +44,7 @@ async def run_agent(
             os.close(asks[0])
             os.close(answers[1])
         async with bridge(answers[0], asks[1], port):
-            ran = await asyncio.to_thread(box.cell.finish, seconds)
+            ran = await on_a_thread(box.cell.finish, {"wall": seconds})  # the loop has few threads
         last = os.pread(said, SAID, max(0, os.fstat(said).st_size - SAID))
         return CommandResult(ran.exit, ran.signal, b"", last, ran.limit, ran.seconds)
     except SandboxError as error:

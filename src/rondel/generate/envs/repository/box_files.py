@@ -1,11 +1,12 @@
 """What runs inside a box to look after its files: one request as JSON on stdin, one answer as JSON on stdout.
 
-{"do": "put", "root", "files": {path: [mode, base64, link]}}      writes files
-{"do": "state", "root", "known": {path: sum}}                     -> what is otherwise than known
+{"do": "put", "placed": [[folder, {path: [mode, base64, link]}], ...]}   writes files, in this order
+{"do": "state", "root", "known": {path: sum}}                     -> what is otherwise than known, and the digest
 {"do": "digest" | "list" | "read" | "edit" | "write" | "search"}  tools of the policy
 
-It is sent as text and starts with `python3 -I -S`: nothing that the policy writes is imported by it, and it imports the
-standard library alone. An answer {"error": text} is for the policy to read.
+Nothing that the policy writes is imported by it, and it imports the standard library alone: it is sent as text to
+`python3 -I -S`, or to a copy of the box's first interpreter, which has no folder of the box on its path. An answer
+{"error": text} is for the policy to read.
 """
 
 import base64
@@ -53,9 +54,10 @@ def checksum(held):
     return blake2b(f"{link}\0{int(runs)}\0".encode(errors="surrogateescape") + data, digest_size=16).hexdigest()
 
 
-def put(root, files):
-    for path, (mode, data, link) in files.items():
-        path = os.path.join(root, path)
+def put(root, placed):
+    for path, (mode, data, link) in (
+        (os.path.join(folder, path), held) for folder, files in placed for path, held in files.items()
+    ):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         if os.path.lexists(path):
             os.remove(path)
@@ -70,21 +72,25 @@ def put(root, files):
 
 
 def state(root, known):
-    """Files that are new or otherwise, and those that are gone."""
-    changed, there = {}, files_below(root)
-    for path in there:
+    """Files that are new or otherwise, those that are gone, and the digest of all that are there."""
+    changed, sums = {}, {}
+    for path in files_below(root):
         held = contents(os.path.join(root, path))
-        if known.get(path) != checksum(held):
+        sums[path] = checksum(held)
+        if known.get(path) != sums[path]:
             changed[path] = [0o755 if held[1] else 0o644, base64.b64encode(held[0]).decode(), held[2]]
-    return {"changed": changed, "gone": sorted(set(known) - set(there))}
+    return {"changed": changed, "gone": sorted(set(known) - set(sums)), "digest": digest_of(sums)}
 
 
 def digest(root):
+    return {"digest": digest_of({path: checksum(contents(os.path.join(root, path))) for path in files_below(root)})}
+
+
+def digest_of(sums):
     whole = blake2b(digest_size=16)
-    for path in files_below(root):
-        line = f"{path}\0{checksum(contents(os.path.join(root, path)))}\n"
-        whole.update(line.encode(errors="surrogateescape"))
-    return {"digest": whole.hexdigest()}
+    for path, held in sums.items():
+        whole.update(f"{path}\0{held}\n".encode(errors="surrogateescape"))
+    return whole.hexdigest()
 
 
 def existing_file(root, path):

@@ -95,17 +95,21 @@ class RepositoryEnv:
     async def _run_agent(self, own: RepositoryTask, chat: Any, task: Task, url: str, key: str) -> Score:
         """One episode of the agent's, and what its files are worth."""
         box: Workspace = await asyncio.to_thread(
-            open_workspace, own, self.sandbox, seconds=self.seconds, shown=self.shown
+            open_workspace,
+            own,
+            self.sandbox,
+            seconds=self.seconds,
+            shown=self.shown,
+            more=[(AGENT, self._agent_files)],
         )
         try:
-            await asyncio.to_thread(box.put, self._agent_files, AGENT)
             env = agent_variables(own.statement, own.name, box.root, key)
             ran = await run_agent(box, self.agent, env, url, self.agent_seconds)
             if not ran.ok:
                 said = ran.stderr.decode(errors="replace").strip()[-500:] or "it said nothing"
                 raise EnvError(f"the agent's command {self.agent} ended with {ran.ended}: {said}")
-            chat.log_command(["agent", self.agent], exit=ran.exit, folder=await asyncio.to_thread(box.folder_digest))
-            changes = await asyncio.to_thread(box.changes, known_sums(own.files))
+            changes, folder = await asyncio.to_thread(box.state, known_sums(own.files))
+            chat.log_command(["agent", self.agent], exit=ran.exit, folder=folder)
         finally:
             await asyncio.to_thread(box.close)
         return await self._score(task, own, changes)

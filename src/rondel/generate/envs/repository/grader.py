@@ -62,9 +62,13 @@ def grade(task: RepositoryTask, changes: Changes, sandbox: SandboxFactory) -> Sc
     out.
     """
     files, undone = split_changes(task, changes)
-    box = open_workspace(task, sandbox, seconds=task.settings.seconds, files=files)
+    hidden = [
+        (task.settings.workdir, {path: file for path, file in task.hidden.items() if not path.startswith("/")}),
+        ("/", {path[1:]: file for path, file in task.hidden.items() if path.startswith("/")}),
+    ]
+    box = open_workspace(task, sandbox, seconds=task.settings.seconds, files=files, more=hidden)
     try:
-        score, parts = grade_in(box)
+        score, parts = _grade_in(box)
     except BoxError:  # ended by what ran in it
         score, parts = 0.0, {}
     finally:
@@ -72,11 +76,9 @@ def grade(task: RepositoryTask, changes: Changes, sandbox: SandboxFactory) -> Sc
     return Score(score, {**parts, "tests_edited": float(len(undone))})
 
 
-def grade_in(box: Workspace) -> tuple[float, dict[str, float]]:
-    """The worth of what is in a box, which is used up by it: the hidden files are there afterwards."""
+def _grade_in(box: Workspace) -> tuple[float, dict[str, float]]:
+    """The worth of what is in a box, where the hidden files are."""
     task, own = box.task, box.task.settings
-    box.put({path: file for path, file in task.hidden.items() if not path.startswith("/")}, box.root)
-    box.put({path[1:]: file for path, file in task.hidden.items() if path.startswith("/")}, "/")
     ran, outcomes = box.run_tests(task.test_files)
     if own.report == "exit":
         return float(ran.ok), {}

@@ -64,7 +64,7 @@ def _solution(task: RepositoryTask, sandbox: SandboxFactory) -> Changes | None:
     box = open_workspace(task, sandbox, seconds=task.settings.seconds)
     try:
         folder = next(folder for folder, path in SOLUTIONS.items() if path in command)
-        box.put(files, folder)
+        box.put((folder, files))
         ran = box.run(command)
         if not ran.ok:
             raise RondelError(f"its solution '{command}' failed: {command_text(ran, 300)}")

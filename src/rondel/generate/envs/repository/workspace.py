@@ -6,7 +6,7 @@ import base64
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from rondel.generate.envs.repository.packages import installed_modules
 from rondel.generate.envs.repository.task import RepositoryTask
 
 SCRIPT = Path(__file__).with_name("box_files.py").read_text(encoding="utf-8")
+# in a copy of the box's interpreter, whose path begins with the folder of the commands
+IN_INTERPRETER = f"import sys\ndel sys.path[0]\n{SCRIPT}"
+MODULES = ("base64", "difflib", "hashlib")  # that it imports beside those of a box
 PLUGIN = Path(__file__).with_name("pytest_report.py").read_bytes()
 OWN = "/tmp/.rondel"  # folder of a box with what is ours
 REPORT = f"{OWN}/report.json"
@@ -31,6 +34,7 @@ LIMITS: dict[str, Any] = {
     "output": 16 << 20, "open_files": 256,
 }  # fmt: skip
 FILE_SECONDS = 60.0
+Placed = tuple[str, Mapping[str, RepositoryFile]]  # a folder of the box, and files below it
 # what differs from run to run: seconds that test runners print, and addresses of objects
 SECONDS = re.compile(r"\b(in|took|after) \d+(?:\.\d+)? ?(s|ms|seconds)\b(?: \(\d+:\d\d:\d\d\))?")
 ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
@@ -41,6 +45,7 @@ class Workspace:
 
     seconds   wall clock of one command
     shown     further folders of this machine that the box may read
+    more      files beside the repository, put in one go with it
     network   False: none, not even the machine's own addresses
     """
 
@@ -52,6 +57,7 @@ class Workspace:
         seconds: float = 60.0,
         files: Tree | None = None,
         shown: tuple[str, ...] = (),
+        more: Sequence[Placed] = (),
     ) -> None:
         self.task, self.root, self.seconds = task, task.settings.workdir, seconds
         limits = Limits(wall=max(seconds, FILE_SECONDS), **LIMITS)
@@ -61,14 +67,13 @@ class Workspace:
         if self._shows_host:
             modules, imports, _ = installed_modules(tuple(task.settings.packages))
             self.imports = tuple(map(os.path.realpath, imports))
-            settings = {"shown": (*modules, *shown)}
+            settings = {"shown": (*modules, *shown), "modules": MODULES}
         if places := self._places():
             settings["places"] = places
         self.cell: SandboxCell = sandbox.cell(limits, **settings)
         try:
             own = {"rondel_pytest_report.py": RepositoryFile(PLUGIN), "bin/pytest": RepositoryFile(PYTEST, True)}
-            self.put(own, OWN)
-            self.put(task.files if files is None else files, self.root)
+            self.put((OWN, own), (self.root, task.files if files is None else files), *more)
         except BaseException:
             self.cell.kill()
             raise
@@ -81,12 +86,10 @@ class Workspace:
 
     # -- files -----------------------------------------------------------------------------------
 
-    def put(self, files: Mapping[str, RepositoryFile], root: str) -> None:
-        held = {
-            path: [0o755 if file.executable else 0o644, base64.b64encode(file.data).decode(), file.link]
-            for path, file in files.items()
-        }
-        answer = self.ask("put", root=root, files=held)
+    def put(self, *placed: Placed) -> None:
+        """Writes them in this order: a later file replaces an earlier one."""
+        held = [(folder, {path: _encode_file(file) for path, file in files.items()}) for folder, files in placed]
+        answer = self.ask("put", placed=held)
         if "error" in answer:
             raise SandboxError(f"the files of {self.task.name} cannot be put in a box: {answer['error']}")
 
@@ -95,7 +98,10 @@ class Workspace:
         the disk is full, or a file is too large.
         """
         request = json.dumps({"do": verb, "root": self.root, **what}).encode()
-        ran = self.cell.run(["python3", "-I", "-S", "-c", SCRIPT], stdin=request, wall=FILE_SECONDS)
+        if self._shows_host:
+            ran = self.cell.call("", prelude=IN_INTERPRETER, stdin=request, wall=FILE_SECONDS)
+        else:
+            ran = self.cell.run(["python3", "-I", "-S", "-c", SCRIPT], stdin=request, wall=FILE_SECONDS)
         if not ran.ok:
             said = ran.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise BoxFileError(f"the files of the box cannot be reached ({said or ran.ended})")
@@ -106,11 +112,15 @@ class Workspace:
 
     def changes(self, known: Mapping[str, str]) -> dict[str, RepositoryFile | None]:
         """The files of the repository that are otherwise than `known` (path -> checksum); None for one that is gone."""
+        return self.state(known)[0]
+
+    def state(self, known: Mapping[str, str]) -> tuple[dict[str, RepositoryFile | None], str]:
+        """`changes` and `folder_digest`, in one go."""
         answer = self.ask("state", known=dict(known))
         found: dict[str, RepositoryFile | None] = dict.fromkeys(answer["gone"])
         for path, (mode, data, link) in answer["changed"].items():
             found[path] = RepositoryFile(base64.b64decode(data), mode == 0o755, link)
-        return dict(sorted(found.items()))
+        return dict(sorted(found.items())), str(answer["digest"])
 
     def folder_digest(self) -> str:
         return str(self.ask("digest")["digest"])
@@ -162,6 +172,11 @@ class Workspace:
 
     def close(self) -> None:
         self.cell.kill()
+
+
+def _encode_file(file: RepositoryFile) -> tuple[int, str, str]:
+    """(mode, base64, link), as the script in the box reads it."""
+    return 0o755 if file.executable else 0o644, base64.b64encode(file.data).decode(), file.link
 
 
 def shows_host(sandbox: Any) -> bool:
