@@ -87,7 +87,9 @@ def test_each_answer_that_was_drawn_passes_once(tmp_path, monkeypatch):
 
     async def step(self, batch, algo):
         seen.append({(sample.group, sample.index) for sample in batch.samples})
-        return await stepped(self, batch, algo)
+        stats = await stepped(self, batch, algo)
+        assert "train/not_computed" not in stats.metrics, "answers without an advantage are looked at, too"
+        return stats
 
     monkeypatch.setattr(LocalTrainer, "step", step)
     assert not failing(tmp_path)

@@ -38,6 +38,7 @@ class TrainSettings:
     )
     folder: str = ""  # of that file; empty, the system's for temporary files
     share_prompts: bool = True
+    every_answer: bool = False  # those without an advantage are computed, too
     max_bad_steps: int = 3
     replay_routes: bool = False
     critic_lr: float = 1e-5
@@ -57,9 +58,10 @@ class TrainSettings:
         }
 
     def at_rest(self) -> TrainSettings:
-        """The same with lr = 0: a step that must change nothing."""
+        """The same with lr = 0: a step that must change nothing, and looks at every answer."""
         return replace(
             self,
+            every_answer=True,
             lr=0.0,
             critic_lr=0.0,
             critic_warmup=0,

@@ -472,7 +472,8 @@ class LocalTrainer:
         counted_N = counted_tokens(batch.lengths_N, decided.counts if decided is not None else None)
         weight_N = weight * sample_weights(algo.aggregate, counted_N, batch.group_N).float().to(device)
         # with proximal log-probabilities the packing stays that in which they were computed: then ratios begin at 1 exactly
-        if not proximal_noted and len(computed := batch.samples_to_compute(algo)) < len(batch.samples):
+        everything = proximal_noted or self.settings.every_answer
+        if not everything and len(computed := batch.samples_to_compute(algo)) < len(batch.samples):
             rest = TrainBatch([batch.samples[i] for i in computed])
             sums.put("train/not_computed", 1 - rest.total_tokens / batch.total_tokens)
             batch, weight_N = rest, weight_N[computed]
