@@ -72,11 +72,12 @@ class RankedEngines:
         settings = RankSettings("engine", ("cpu",) * tp, cluster, threads=1, patience=patience, **apart)
         self.ranks = EngineRanks(settings, self.ended.append, {"ipc": FromIpc(), "disk": FromDisk(logs)})
 
-    def of(self, kind: str, **settings) -> BuiltinEngine:
+    def of(self, kind: str | Callable[..., LoadedModel], **settings) -> BuiltinEngine:
+        """`kind`: of `whole`, or what loads the model in every process."""
         if self.ranks.lead is not None:
             lead, self.ranks.lead = self.ranks.lead, None
             self.device.call(lead.close)
-        lead = self.ranks.join(partial(whole, kind), self.device)
+        lead = self.ranks.join(partial(whole, kind) if isinstance(kind, str) else kind, self.device)
         return self.device.call(lambda: engine(lead.model, ranks=lead, **{"run": self.device.run, **settings}))
 
     def close(self) -> None:
