@@ -8,17 +8,17 @@ However weights travel, a tower that is frozen costs its digests alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from rondel.generate.engine.builtin.lead_receiver import LeadReceiver
 from rondel.generate.engine.builtin.shared_tensors import SharedTensors
 from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 from rondel.models import names, vision
 
 if TYPE_CHECKING:
-    from rondel.core.protocols import Transport
     from rondel.core.types import Commit, Route
     from rondel.generate.engine.builtin.encoder_client import EncoderClient
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 class TowerReceiver(WeightReceiver):
     """The engine's side of an update."""
 
-    def __init__(self, client: EncoderClient, transports: Mapping[str, Transport]) -> None:
-        super().__init__(client.loaded, transports)
+    def __init__(self, client: EncoderClient, *given: Any) -> None:
+        """`given`: what a receiver takes that has no encoder."""
+        super().__init__(*given)
         self.client = client
         self._new: dict[str, str] = {}  # digests of tensors that the encoder does not serve yet
 
@@ -59,3 +60,7 @@ class TowerReceiver(WeightReceiver):
     def drop_update(self) -> bool:
         self._new = {}
         return super().drop_update()
+
+
+class RankedTowerReceiver(TowerReceiver, LeadReceiver):
+    """The same of the first of several ranks, each of which has the tower whole."""
