@@ -14,12 +14,13 @@ import pytest
 
 from kits import engine as plain
 from kits.engine import all_of, engine, idle, prompt, twin, watched
-from kits.engine_ranks import EncodedEngines, RankedEngines, same_answers
+from kits.engine_ranks import EncodedEngines, end_ranks, same_answers
 from kits.sweeps import covering
 from kits.sync import Publisher, wrote
 from kits.vision import EYES, MUTUAL, ask, image, model, stream
 from rondel.core.errors import ConfigError, EngineError, SyncError
 from rondel.core.types import Begin, Completion
+from rondel.models.serving_part import _refuse
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.update import WeightUpdate
 
@@ -157,45 +158,43 @@ def test_an_update_reaches_ranks_and_encoder_or_neither(cut):
             await e.generate(looks)
         trainer.train()
         version = await update(trainer, e)
-        same_answers([await e.generate(looks)], [one := await engine(twin(trainer.loaded), version=version).generate(looks)])
+        same_answers(
+            [await e.generate(looks)], [one := await engine(twin(trainer.loaded), version=version).generate(looks)]
+        )
         assert client.updates == 1 and one.logprobs != before.logprobs
 
     asyncio.run(main())
     trainer.transport.close()
 
 
-@pytest.mark.parametrize("victim", ["rank-1", "encoder"])
-def test_who_is_killed_is_named(tmp_path, victim):
+def test_without_an_encoder_the_first_rank_looks(cut):
+    m, settings = model("qwen3_vl"), {"kv_pages": 512}
+    end_ranks(cut.encoder.ranks, cut.device)
+    ranks = cut.encoder.ranks.join(partial(model, "qwen3_vl"), cut.device)
+    e = cut.device.call(lambda: engine(ranks.model, ranks=ranks, run=cut.device.run, **settings))
+    as_one_process(e, m, **settings)
+    assert e.runner.eyes.looked == 2
+
+
+def test_a_process_for_prompts_alone_looks_at_no_pictures():
+    with pytest.raises(ConfigError, match=r"a process for prompts looks at no pictures\. Use one process instead"):
+        _refuse(model("qwen2_5_vl"), 2, whole=True, apart=False)
+
+
+def test_a_rank_that_is_killed_beside_an_encoder_is_named(tmp_path):
     made = EncodedEngines(tmp_path, patience=5.0, ranks=2)
     e, m = made.of("qwen2_5_vl", kv_pages=512), model()
-    worker = made.encoder.worker if victim == "encoder" else made.encoder.ranks.followers[0]
 
     async def main():
-        text = asyncio.ensure_future(e.generate(plain.ask(prompt(1, 9), n=400)))
+        asked = [ask(*stream(m, 3, image(m, 1), 4), n=400), plain.ask(prompt(1, 9), n=400)]
+        answers = [asyncio.ensure_future(e.generate(request)) for request in asked]
         await wrote(e, 3)
-        os.kill(worker.pid, signal.SIGKILL)
-        while not made.ended:
-            await asyncio.sleep(0)
-        with pytest.raises(EngineError, match=rf"worker engine-{victim} .*SIGKILL"):
-            await e.generate(ask(*stream(m, 3, image(m, 2), 4)))
-        text.cancel()
+        os.kill(made.encoder.ranks.followers[0].pid, signal.SIGKILL)
+        for error in await asyncio.gather(*answers, return_exceptions=True):
+            assert isinstance(error, EngineError) and "worker engine-rank-1" in str(error) and "SIGKILL" in str(error)
 
     try:
         asyncio.run(main())
     finally:
         made.close()
-    assert len(made.ended) == 1 and f"cannot go on: worker engine-{victim}" in made.ended[0]
-
-
-def test_without_an_encoder_the_first_rank_looks(tmp_path):
-    """And a process for prompts alone cannot."""
-    made = RankedEngines(tmp_path)
-    m, settings = model("qwen2_5_vl"), {"kv_pages": 512}
-    e = made.of(partial(model, "qwen2_5_vl"), **settings)
-    as_one_process(e, m, **settings)
-    assert e.runner.eyes.looked == 2
-    made.close()
-    for_prompts = RankedEngines(tmp_path, prefill=True)
-    with pytest.raises(ConfigError, match="a process for prompts looks at no pictures"):
-        for_prompts.of(partial(model, "qwen2_5_vl"))
-    for_prompts.close()
+    assert len(made.ended) == 1 and "worker engine-rank-1" in made.ended[0]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rondel.assemble.engine_ranks import RankSettings
     from rondel.core.media import Image
     from rondel.core.protocols import Transport
+    from rondel.models.image_features import FeatureWidths
     from rondel.models.loaded_model import LoadedModel
     from rondel.models.names import TensorShape
 
@@ -41,7 +42,7 @@ class EncoderHost:
         self.device = Device(device, threads)
         self.tower: TowerEncoder
 
-    async def load(self, load: Callable[[], LoadedModel]) -> tuple[list[tuple[int, str]], dict[str, str]]:
+    async def load(self, load: Callable[[], LoadedModel]) -> tuple[FeatureWidths, dict[str, str]]:
         """-> widths of features, and digests of the tower's tensors."""
         self.tower = await self.device.run(lambda: TowerEncoder(load(), self.device.name))
         return self.tower.widths, self.tower.digests

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 FeatureWidths = list[tuple[int, str]]  # width and dtype: for the embeddings, then for each layer that reads more
 
 

@@ -1,7 +1,7 @@
 """What a pass reads of pictures, on its way from the first rank of an engine to another, whose tower is idle.
 
-    command   the pass │ rows and pictures of n cells │ width and dtype of each tensor of features
-    behind it [n, D] for the embeddings, and one for each layer that reads more
+command   the pass │ rows and pictures of n cells │ width and dtype of each tensor of features
+behind it [n, D] for the embeddings, and one for each layer that reads more
 """
 
 from __future__ import annotations

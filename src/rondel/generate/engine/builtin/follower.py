@@ -191,9 +191,10 @@ class EngineFollower:
             self._fault = str(error)
 
     def _take(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
-        passed = (
-            receive_tensor(*facts["passed"], self.compute.broadcast, self.device) if facts["passed"] else None
-        )
+        passed: Tensor | None = None
+        if facts["passed"]:
+            dtype, shape = facts["passed"]
+            passed = receive_tensor(dtype, shape, self.compute.broadcast, self.device)
         if self._fault:
             return
         try:
