@@ -106,7 +106,7 @@ class EncodedEngines:
         cluster = partial(ProcessCluster, logs, patience=patience)
         devices = ("cpu",) * (ranks + 1)
         settings = RankSettings("engine", devices, cluster, threads=1, patience=patience, **apart)
-        self.encoder = EngineEncoder(settings, self.ended.append, {"ipc": FromIpc()})
+        self.encoder = EngineEncoder(settings, self.ended.append, {"ipc": FromIpc()}, ranks=EngineRanks)
 
     def of(self, kind: str | Callable[..., LoadedModel], **settings) -> BuiltinEngine:
         """`kind`: of `kits.vision`, or what loads the model in both processes."""

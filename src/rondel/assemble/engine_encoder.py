@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rondel.assemble.engine_ranks import EngineRanks
 from rondel.core.errors import ConfigError, ModelError
 from rondel.generate.engine.builtin.encoder_lead import EncoderLead, RankedEncoderLead
 from rondel.generate.engine.builtin.tower_encoder import TowerEncoder
@@ -25,7 +24,7 @@ from rondel.models.load import load_model, pick_dtype, tokenizer_of
 from rondel.runtime.devices import Device
 
 if TYPE_CHECKING:
-    from rondel.assemble.engine_ranks import RankSettings
+    from rondel.assemble.engine_ranks import EngineRanks, RankSettings
     from rondel.core.media import Image
     from rondel.core.protocols import Transport
     from rondel.models.image_features import FeatureWidths
@@ -76,9 +75,16 @@ class EngineEncoder:
     """
 
     def __init__(
-        self, settings: RankSettings, ended: Callable[[str], None], transports: Mapping[str, Transport]
+        self,
+        settings: RankSettings,
+        ended: Callable[[str], None],
+        transports: Mapping[str, Transport],
+        *,
+        ranks: Callable[..., EngineRanks],
     ) -> None:
-        """The last device of the settings is the encoder's. `transports` are the engine's alone: weights come from it."""
+        """The last device of the settings is the encoder's; `ranks` starts those of the others. `transports` are the
+        engine's alone: weights come from it.
+        """
         self.settings, self._ended = settings, ended
         self.cluster = settings.cluster()
         s, cores = settings, settings.cores[-1] if settings.cores else ()
@@ -86,7 +92,7 @@ class EngineEncoder:
             f"{s.name}-encoder", EncoderHost, s.devices[-1], s.threads, cores=cores, tells=False
         )
         language = replace(s, devices=s.devices[:-1], cores=s.cores[:-1])
-        self.ranks = EngineRanks(language, ended, transports) if language.size > 1 else None
+        self.ranks = ranks(language, ended, transports) if language.size > 1 else None
         self.lead: EncoderLead | None = None
 
     def load(self, path: str | dict[str, Any], dtype: str, device: Device, form: str = "none") -> LoadedModel:

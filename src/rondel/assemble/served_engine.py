@@ -98,7 +98,8 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
         cluster = partial(ProcessCluster, patience=PATIENCE)
         ep, dp = settings.ep > 1, settings.dp > 1
         how = RankSettings("engine", own, cluster, threads, experts_apart=ep, requests_apart=dp)
-        ranks = (EngineEncoder if settings.encoders else EngineRanks)(how, end_process, transports)
+        made = partial(EngineEncoder, ranks=EngineRanks) if settings.encoders else EngineRanks
+        ranks = made(how, end_process, transports)
         ends.callback(ranks.close, device)
         loaded = ranks.load(model, settings.dtype, device)
     if settings.numerics == "aligned":

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig
 from rondel.core.tiles import TileConfig
 from rondel.core.video import VideoProcessorConfig
-from rondel.models.head import decoder_of
 from rondel.models.image_features import ImageFeatures, VisionFeatures
 from rondel.models.vision_families import FAMILIES, FORMS, VIDEO_PIXELS, VisionFamily, tower_parts
 
@@ -51,11 +50,6 @@ def keep_tower(model: Any) -> None:
 def language_model(model: Any) -> Any:
     """The decoder beside the tower."""
     return model.base_model.get_submodule(FAMILIES[model.config.model_type].text)
-
-
-def text_decoder(model: Any) -> Any:
-    """The module whose layers read tokens: of a model that looks at images the part beside its tower."""
-    return language_model(model) if tower_parts(model) else decoder_of(model)
 
 
 def fill_projections(model: Any) -> None:

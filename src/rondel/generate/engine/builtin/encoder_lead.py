@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from rondel.generate.engine.builtin.encoder_client import EncoderClient
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
 from rondel.generate.engine.builtin.runner import ModelRunner
-from rondel.generate.engine.builtin.tower_receiver import RankedTowerReceiver, TowerReceiver
+from rondel.generate.engine.builtin.tower_receiver import TowerReceiver
+from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
     from rondel.generate.engine.builtin.lead_rank import LeadRank
     from rondel.generate.engine.builtin.pages import EngineCaches
-    from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 
 
 class EncoderLead(EncoderClient):
@@ -34,8 +34,8 @@ class EncoderLead(EncoderClient):
         runner.eyes.encoder, self.known = self, runner.eyes.known
         return runner
 
-    def weight_receiver(self, transports: Mapping[str, Transport]) -> WeightReceiver:
-        return TowerReceiver(self, self.loaded, transports)
+    def weight_receiver(self, transports: Mapping[str, Transport]) -> TowerReceiver:
+        return TowerReceiver(self, WeightReceiver(self.loaded, transports))
 
     def memory_release(self, owns: bool) -> MemoryRelease:
         """Of this process: the tower of the other one stays where it is."""
@@ -55,8 +55,8 @@ class RankedEncoderLead(EncoderLead):
     def runner(self, *given: Any, **more: Any) -> ModelRunner:
         return self._look_elsewhere((self.ranks.runner or ModelRunner)(*given, **more))
 
-    def weight_receiver(self, transports: Mapping[str, Transport]) -> WeightReceiver:
-        return RankedTowerReceiver(self, self.ranks, self.ranks.part, transports)
+    def weight_receiver(self, transports: Mapping[str, Transport]) -> TowerReceiver:
+        return TowerReceiver(self, self.ranks.weight_receiver(transports))
 
     def memory_release(self, owns: bool) -> MemoryRelease:
         """Of this process and the other ranks."""

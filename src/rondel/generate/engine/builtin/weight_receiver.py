@@ -212,6 +212,10 @@ class WeightReceiver:
             mine[name].copy_(tensor)
             self.bytes_copied += tensor.numel() * tensor.element_size()
 
+    def staged_tensor(self, name: str, serving: Tensor) -> Tensor:
+        """What will serve under one of the module's names after the commit."""
+        return self._staged.tensors.get(name, serving)
+
     def commit_update(self, commit: Commit) -> None:
         """On the device's thread, between two steps."""
         begun = self._check_commit(commit)
