@@ -93,10 +93,12 @@ def test_ranks_read_what_the_encoder_saw(cut, kind):
     trainer.transport.close()
 
 
-def test_ranks_with_requests_of_their_own_read_what_the_encoder_saw(apart):
+# states of recurrent layers in the sweeps
+@pytest.mark.parametrize("kind", covering(["qwen3_vl_moe", "qwen3_5_moe"], ["qwen3_vl_moe"]))
+def test_ranks_with_requests_of_their_own_read_what_the_encoder_saw(apart, kind):
     """Texts and pictures in one step, on both ranks; each is told of its own."""
-    m, settings = model("qwen3_vl_moe"), {"prefill_tokens": 24, "kv_pages": 256}
-    e = watched(apart.of("qwen3_vl_moe", transports={"ipc": FromIpc()}, **settings))
+    m, settings = model(kind), {"prefill_tokens": 24, "kv_pages": 256}
+    e = watched(apart.of(kind, transports={"ipc": FromIpc()}, **settings))
     trainer, steps, send = Publisher(twin(m), transport=FromIpc()), [], e.loaded.lead.send_step
 
     def noted(tokens, positions, layout, records, seen):
