@@ -20,11 +20,13 @@ from kits.engine_ranks import EncodedEngines, same_answers
 from kits.runs import check, events, final
 from kits.sweeps import covering
 from kits.sync import Publisher, wrote
-from kits.vision import MUTUAL, ask, image, model, recipe, stream
+from kits.vision import MUTUAL, ask, image, model, stream
 from kits.workers import children
 from rondel.assemble import train
 from rondel.assemble.engine_encoder import EngineEncoder
+from rondel.assemble.format_refusals import refuse_formats
 from rondel.assemble.refusals import _check_engine_ranks
+from rondel.assemble.rows import rows_of
 from rondel.assemble.served_engine import ServerSettings, open_engine
 from rondel.core.config.job import Job
 from rondel.core.config.place import PlaceConfig
@@ -350,17 +352,18 @@ def test_what_does_not_combine_is_refused():
     ):
         with pytest.raises(ConfigError, match=rf"place\.engines\.encoders = 1 .*{said}"):
             _check_engine_ranks(Job.read(RECIPE, {**apart, **changes}))
+    job = Job.read(RECIPE, {**apart, "model.format": {"engine": "fp8"}})
+    with pytest.raises(ConfigError, match=r'encoders = 1: weights in "fp8" do not reach the tower.*Leave one of them'):
+        refuse_formats(job, rows_of(job))
 
 
-def test_a_model_of_text_and_a_number_format_are_refused_before_they_are_loaded(engines):
+def test_a_model_of_text_is_refused_before_it_is_loaded(engines):
     e = EngineEncoder.__new__(EngineEncoder)
     e.cluster, e.ranks = ExitStack(), None
     with pytest.raises(
         ConfigError, match=r"the model reads text alone\. Leave out encoders, or take a vision-language"
     ):
         e.load({"random": "llama"}, "float32", engines.device)
-    with pytest.raises(ConfigError, match=r"a number format \(fp8\) do not reach its tower"):
-        e.load(recipe(), "float32", engines.device, "fp8")
 
 
 def test_an_encoder_that_is_killed_is_named(tmp_path):

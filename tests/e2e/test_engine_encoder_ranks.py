@@ -20,7 +20,7 @@ from kits.sync import Publisher, wrote
 from kits.vision import EYES, MUTUAL, ask, image, model, stream
 from rondel.core.errors import ConfigError, EngineError, SyncError
 from rondel.core.types import Begin, Completion
-from rondel.models.serving_part import _refuse
+from rondel.models.serving_part import refuse_part
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.update import WeightUpdate
 
@@ -180,7 +180,7 @@ def test_without_an_encoder_the_first_rank_looks(cut):
 
 def test_a_process_for_prompts_alone_looks_at_no_pictures():
     with pytest.raises(ConfigError, match=r"a process for prompts looks at no pictures\. Use one process instead"):
-        _refuse(model("qwen2_5_vl"), 2, whole=True, apart=False)
+        refuse_part(model("qwen2_5_vl"), 2, whole=True, experts_apart=False)
 
 
 def test_a_rank_that_is_killed_beside_an_encoder_is_named(tmp_path):

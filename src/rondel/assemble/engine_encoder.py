@@ -25,7 +25,7 @@ from rondel.runtime.devices import Device
 
 if TYPE_CHECKING:
     from rondel.assemble.engine_ranks import EngineRanks, RankSettings
-    from rondel.core.media import Image
+    from rondel.core.media import Image, ImageProcessorConfig
     from rondel.core.protocols import Transport
     from rondel.models.image_features import FeatureWidths
     from rondel.models.loaded_model import LoadedModel
@@ -85,6 +85,10 @@ class EngineEncoder:
         """The last device of the settings is the encoder's; `ranks` starts those of the others. `transports` are the
         engine's alone: weights come from it.
         """
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError(
+                "an encoder process: this system has no memory without a name (memfd). Leave out encoders", page=PAGE
+            )
         self.settings, self._ended = settings, ended
         self.cluster = settings.cluster()
         s, cores = settings, settings.cores[-1] if settings.cores else ()
@@ -97,8 +101,9 @@ class EngineEncoder:
 
     def load(self, path: str | dict[str, Any], dtype: str, device: Device, form: str = "none") -> LoadedModel:
         """The model of a recipe in this process, its tower in the other one, too. Weights travel as they are."""
+        assert form == "none", "a recipe with a number format is refused before (assemble/format_refusals.py)"
         try:
-            _refuse(path, form)
+            refuse_text_model(path, tokenizer_of(path)[2])
             named = str(pick_dtype(dtype, device.name)).removeprefix("torch.")
             return self.join(partial(load_model, path, dtype=named), device).loaded
         except BaseException:
@@ -135,18 +140,11 @@ class EngineEncoder:
         self.cluster.close()
 
 
-def _refuse(path: str | dict[str, Any], form: str) -> None:
-    """Before any weight is read."""
-    for found, what in (
-        (
-            form != "none",
-            f"weights in a number format ({form}) do not reach its tower. Leave out encoders or the format",
-        ),
-        (
-            tokenizer_of(path)[2] is None,
-            "the model reads text alone. Leave out encoders, or take a vision-language model",
-        ),
-        (not hasattr(os, "memfd_create"), "this system has no memory without a name (memfd). Leave out encoders"),
-    ):
-        if found:
-            raise ConfigError(f"an encoder process for '{path}': {what}", page=PAGE)
+def refuse_text_model(name: str | dict[str, Any], sight: ImageProcessorConfig | None) -> None:
+    """ConfigError for an encoder of a model that looks at nothing."""
+    if sight is None:
+        raise ConfigError(
+            f"an encoder process for '{name}': the model reads text alone. Leave out encoders, or take a vision-language "
+            "model",
+            page=PAGE,
+        )

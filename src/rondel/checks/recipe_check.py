@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rondel.assemble.components import TOOLS, build
+from rondel.assemble.components import TOOLS, build, refuse_recipe
 from rondel.assemble.facts import batch_line
 from rondel.assemble.run_components import Components
 from rondel.checks.layout_check import check_layouts
@@ -37,6 +37,7 @@ def check(job: Job, *, asked: bool = False) -> list[CheckFinding]:
     """
     prepare_process()
     try:
+        refuse_recipe(job)  # as it is laid over processes; the parts are looked at in this one
         parts = build(job.on_one_device())
     except RondelError as error:
         return [CheckFinding("recipe", False, str(error))]

@@ -77,7 +77,7 @@ def cut_for_serving(
     experts_apart  experts of a mixture are not cut: each lies whole on one rank. With `whole` the ranks have rows of
                    their own, which travel to them
     """
-    _refuse(loaded, ranks.size, whole=whole, apart=experts_apart)
+    refuse_part(loaded, ranks.size, whole=whole, experts_apart=experts_apart)
     model = loaded.model
     module, checkpoint = _shapes_of(names.named_weights(model)), _checkpoint_shapes(model)
     vocabulary, token_count = loaded.vocabulary, loaded.token_count
@@ -147,8 +147,9 @@ def _checkpoint_shapes(model: nn.Module) -> TensorShapes:
         return {}
 
 
-def _refuse(loaded: LoadedModel, size: int, *, whole: bool, apart: bool) -> None:
-    cuts_attention, for_prompts = not (whole and apart), whole and not apart
+def refuse_part(loaded: LoadedModel, size: int, *, whole: bool, experts_apart: bool) -> None:
+    """ConfigError for a model that `cut_for_serving` does not take, whatever its sizes."""
+    cuts_attention, for_prompts = not (whole and experts_apart), whole and not experts_apart
     for found, what in (
         (loaded.adapter is not None, "an adapter cannot be cut"),
         (for_prompts and loaded.sight is not None, "a process for prompts looks at no pictures"),

@@ -115,14 +115,18 @@ def cut_model(
     return found
 
 
-def check_tensor_parallel(model: Any, tp: int, instead: str = MESH, *, overlap: bool = False) -> None:
-    """What `cut_model` would refuse of a model that lies whole here, or on "meta". Raises ModelError."""
+def check_tensor_parallel(model: Any, tp: int, instead: str = MESH, *, overlap: bool = False) -> dict[str, ShardCut]:
+    """What `cut_model` would refuse of a model that lies whole here, or on "meta". Raises ModelError. -> how it would cut
+    the layers' parameters, by the model's names.
+    """
     if tp == 1:
-        return
+        return {}
     if not (planned := _planned_cuts(decoder := _text_decoder(model), model.config.get_text_config(), tp, set())):
         raise _uncut(model, instead)
     if overlap:
         _check_overlap(model, decoder, planned)
+    own, named = {id(p): name for name, p in decoder.named_parameters()}, model.named_parameters()
+    return {name: planned[own[id(p)]] for name, p in named if own.get(id(p)) in planned}
 
 
 def _text_decoder(model: Any) -> Any:
