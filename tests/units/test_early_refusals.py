@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kits.engine import SIZE
 from kits.engine import tiny as engine_model
 from kits.engine_ranks import whole
 from kits.runs import tiny
@@ -76,13 +77,13 @@ def layouts(tmp_path, loaded, **changes):
     [
         ("fp8", {"tp": 2}, r"blocks of 128 x 128, and a rank of the trainer holds \[32, 64\] of .*take a format"),
         ("fp8", {"shards": 2}, "blocks of 128 x 128.*or fewer ranks"),
-        ("int4_128", {"tp": 2}, r"blocks of 1 x 128, .*\[64, 64\] of .*down_proj.* take shards or cp instead of tp"),
+        ("int4_128", {"tp": 2}, r"blocks of 1 x 128, .*\[64, 32\] of .*o_proj.* take shards or cp instead of tp"),
         ("int4", {"tp": 2}, ""),
         ("int4_128", {"shards": 2}, ""),
     ],
 )
 def test_a_check_says_which_blocks_ranks_would_cut(tmp_path, name, mesh, said):
-    loaded = engine_model("llama", intermediate_size=128)
+    loaded = engine_model("llama", **SIZE | {"intermediate_size": 128})
     apply_format(loaded.model, name)
     found = layouts(tmp_path, loaded, model__format=name, place__mesh=mesh)
     assert found.ok == (not said), found.message
