@@ -15,7 +15,7 @@ from kits.vision import model as vision_model
 from rondel.assemble.format_refusals import ROW_SCALES, TENSOR_SCALES, refuse_formats
 from rondel.assemble.rows import rows_of
 from rondel.checks.layout_check import check_layouts
-from rondel.checks.recipe_check import check
+from rondel.checks.recipe_check import _check_reward_device, check
 from rondel.core.errors import ConfigError
 from rondel.formats import FORMATS
 from rondel.models.weight_formats import apply_format
@@ -105,3 +105,11 @@ def test_a_check_says_which_blocks_ranks_would_cut(tmp_path, name, mesh, said):
 def test_a_check_says_what_processes_of_an_engine_would_refuse(tmp_path, load, engines, said):
     found = layouts(tmp_path, load(), place__engines=engines)
     assert found.ok == (not said) and (said or "place.engines: tp = 2, encoders = 1: heads") in found.message
+
+
+def test_a_check_says_that_a_reward_cannot_leave_its_device(tmp_path):
+    """Of one's own, which no key of the recipe tells of: the trainer of two ranks has no one module that it sleeps beside."""
+    parts = SimpleNamespace(pool=SimpleNamespace(naps=True))
+    assert _check_reward_device(tiny(tmp_path), parts) == []
+    [found] = _check_reward_device(tiny(tmp_path, place__ranks=2), parts)
+    assert not found.ok and "is for one policy with place.kind = 'shared' and one rank" in found.message

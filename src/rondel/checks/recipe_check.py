@@ -10,13 +10,14 @@ from typing import Any
 
 from rondel.assemble.components import TOOLS, build, refuse_recipe
 from rondel.assemble.facts import batch_line
+from rondel.assemble.refusals import refuse_offloaded_reward
 from rondel.assemble.run_components import Components
 from rondel.checks.layout_check import check_layouts
 from rondel.checks.own_scores import check_own_scores
 from rondel.checks.self_test import self_test
 from rondel.checks.special_token_check import all_tasks, read_as_text
 from rondel.core.config.job import Job
-from rondel.core.errors import CheckpointError, EnvError, RondelError, SandboxError
+from rondel.core.errors import CheckpointError, ConfigError, EnvError, RondelError, SandboxError
 from rondel.core.protocols import DemonstratingEnv, SelfScoringEnv
 from rondel.core.types import Failed, Group, Slot, Task
 from rondel.driver.rollouts import prepare, rollouts_of
@@ -49,12 +50,24 @@ def check(job: Job, *, asked: bool = False) -> list[CheckFinding]:
         if told := read_as_text(all_tasks(parts.tasks, parts.shown), parts.model_info.tokenizer):
             found.append(CheckFinding("control tokens", True, told))
         found += [CheckFinding(f"policy {name}", True, _describe_policy(parts, name)) for name in job.policies]
-        found += check_layouts(job, parts)
+        found += [*check_layouts(job, parts), *_check_reward_device(job, parts)]
         found += _check_sandboxes(job)
         found += asyncio.run(_check_live(parts, asked=asked))
         return [*found, _check_memory(parts), _check_disk(parts)]
     finally:
         parts.close()
+
+
+def _check_reward_device(job: Job, parts: Components) -> list[CheckFinding]:
+    """A reward of the user's that leaves its device to the trainer says so once it is built, and here that is in one
+    process.
+    """
+    try:
+        if parts.pool.naps:
+            refuse_offloaded_reward(job)
+    except ConfigError as error:
+        return [CheckFinding("reward: device", False, str(error))]
+    return []
 
 
 def _describe_policy(parts: Components, name: str) -> str:
