@@ -52,7 +52,7 @@ class TowerReceiver:
         await self.inner.receive_data(route, run)
         self._new, changed = {}, dict[str, Tensor]()
         for name, own in vision.tower_tensors(self.inner.loaded.model).items():  # between two the device is free
-            tensor = self.inner.staged_tensor(name, own)
+            tensor = self.inner.staged.after_commit(name, own)
             digest = await run(names.tensor_digest, tensor)
             if digest != self.client.digests[name]:
                 self._new[name], changed[name] = digest, tensor
