@@ -20,11 +20,13 @@ from kits.engine_ranks import EncodedEngines, same_answers
 from kits.runs import check, events, final
 from kits.sweeps import covering
 from kits.sync import Publisher, wrote
-from kits.vision import MUTUAL, ask, image, model, recipe, stream
+from kits.vision import MUTUAL, ask, image, model, stream
 from kits.workers import children
 from rondel.assemble import train
 from rondel.assemble.engine_encoder import EngineEncoder
+from rondel.assemble.format_refusals import refuse_formats
 from rondel.assemble.refusals import _check_engine_ranks
+from rondel.assemble.rows import rows_of
 from rondel.assemble.served_engine import ServerSettings, open_engine
 from rondel.core.config.job import Job
 from rondel.core.config.place import PlaceConfig
@@ -321,8 +323,8 @@ def test_a_frozen_tower_does_not_travel_and_a_failed_update_leaves_the_old_one(o
 
 def test_what_does_not_combine_is_refused():
     for sizes, said in (
-        ({"encoders": 1, "tp": 2}, r"tp = 2 with encoders = 1 is not supported"),
-        ({"encoders": 1, "dp": 2, "ep": 2}, r"dp = 2 with encoders = 1 is not supported"),
+        ({"encoders": 1, "tp": 2, "dp": 2, "ep": 2}, r"engines: tp = 2 with dp = 2 is not supported"),
+        ({"encoders": 1, "tp": 2, "ep": 3}, r"ep = 3 with tp = 2: experts lie apart over all processes"),
         ({"encoders": 1, "prefill": True}, r"prefill = true with encoders = 1 is not supported"),
         ({"encoders": 2}, r"less than or equal to 1"),
     ):
@@ -330,9 +332,11 @@ def test_what_does_not_combine_is_refused():
             PlaceConfig(kind="split", engines=sizes)
     place = PlaceConfig(kind="split", engines={"encoders": 1})
     assert (place.engine_processes, place.engine_encoders, place.engine_sizes) == (2, 1, "encoders = 1")
+    place = PlaceConfig(kind="split", engines={"encoders": 1, "tp": 2, "ep": 2})
+    assert (place.engine_processes, place.engine_sizes) == (3, "tp = 2, encoders = 1") and place.engine_experts_apart
     for served, said in (
-        ({"tp": 2}, "--encoders 1 with --tp 2 is not supported"),
-        ({"dp": 2, "ep": 2}, "--encoders 1 with --dp 2 is not supported"),
+        ({"tp": 2, "ep": 3}, "--ep 3 with --tp 2"),
+        ({"tp": 2, "compile": True, "device": "cpu"}, "--compile with --tp 2 --encoders 1"),
         ({"numerics": "aligned"}, "leave out --tp, --dp, --encoders and --compile"),
         ({"compile": True, "device": "cpu"}, "--compile with --encoders 1"),
     ):
@@ -348,17 +352,18 @@ def test_what_does_not_combine_is_refused():
     ):
         with pytest.raises(ConfigError, match=rf"place\.engines\.encoders = 1 .*{said}"):
             _check_engine_ranks(Job.read(RECIPE, {**apart, **changes}))
+    job = Job.read(RECIPE, {**apart, "model.format": {"engine": "fp8"}})
+    with pytest.raises(ConfigError, match=r'encoders = 1: weights in "fp8" do not reach the tower.*Leave one of them'):
+        refuse_formats(job, rows_of(job))
 
 
-def test_a_model_of_text_and_a_number_format_are_refused_before_they_are_loaded(engines):
+def test_a_model_of_text_is_refused_before_it_is_loaded(engines):
     e = EngineEncoder.__new__(EngineEncoder)
-    e.cluster = ExitStack()
+    e.cluster, e.ranks = ExitStack(), None
     with pytest.raises(
         ConfigError, match=r"the model reads text alone\. Leave out encoders, or take a vision-language"
     ):
         e.load({"random": "llama"}, "float32", engines.device)
-    with pytest.raises(ConfigError, match=r"a number format \(fp8\) do not reach its tower"):
-        e.load(recipe(), "float32", engines.device, "fp8")
 
 
 def test_an_encoder_that_is_killed_is_named(tmp_path):
@@ -395,9 +400,13 @@ SMALL = {
 }  # fmt: skip
 
 
-def test_a_run_with_pictures_learns_what_it_does_with_one_process(tmp_path):
+SIZES = [(1,), (2,)]  # processes of the language model beside the encoder
+
+
+@pytest.mark.parametrize("tp", covering(SIZES, SIZES[1:]))
+def test_a_run_with_pictures_learns_what_it_does_with_one_process(tmp_path, tp):
     """Its tower learns, too: every update goes on to the encoder."""
-    for name, engines in (("one", {}), ("two", {"encoders": 1})):
+    for name, engines in (("one", {}), ("two", {"tp": tp, "encoders": 1})):
         changes = {"run.folder": str(tmp_path / name), "place.engines": engines}
         train(Job.read(RECIPE, {**SMALL, **changes}), quiet=True)
     one, two = (check(tmp_path / name, staleness=0, total=2) for name in ("one", "two"))
@@ -408,7 +417,8 @@ def test_a_run_with_pictures_learns_what_it_does_with_one_process(tmp_path):
     assert all(torch.allclose(a[name], b[name], atol=1e-5) for name in a if name.startswith("model"))
 
 
-def test_a_server_with_an_encoder(tmp_path):
+@pytest.mark.parametrize("tp", covering(SIZES, SIZES[1:]))
+def test_a_server_with_an_encoder(tmp_path, tp):
     """It answers about pictures as one process does, takes weights from a folder, and ends with its encoder."""
     pytest.importorskip("openai")
     from kits.serve import Server, until
@@ -420,7 +430,7 @@ def test_a_server_with_an_encoder(tmp_path):
         save_model(loaded, tmp_path / name)
     tokens, media = stream(m, 3, image(m, 1), 2, image(m, 2, 2, 3), 4)
     given = {"input_ids": tokens, "image_data": [url_of(place.image) for place in media]}
-    server = Server(tmp_path / "first", tmp_path, "--encoders", "1", "--kv-pages", "512")
+    server = Server(tmp_path / "first", tmp_path, "--tp", str(tp), "--encoders", "1", "--kv-pages", "512")
     try:
         for number, loaded in enumerate((m, later.loaded)):
             if number:
@@ -430,8 +440,7 @@ def test_a_server_with_an_encoder(tmp_path):
             [one] = asyncio.run(all_of(engine(twin(loaded)), [ask(tokens, media, temperature=0)]))
             assert told["output_ids"] == one.tokens
         [nursery] = [pid for pid in children(server.process.pid) if children(pid)]
-        [encoder] = children(nursery)
-        os.kill(encoder, signal.SIGKILL)
+        os.kill(min(children(nursery)), signal.SIGKILL)  # the encoder is started first
         until(lambda: server.process.poll() is not None, 30)
         assert server.process.poll() == 1 and "worker engine-encoder" in server.said() and "SIGKILL" in server.said()
     finally:

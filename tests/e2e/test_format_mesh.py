@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kits.ranks import Rank, apart, end_alike
+from kits.ranks import Rank, apart, end_alike, made
 from kits.runs import events, run
 from kits.sweeps import covering
 from kits.train import awkward_groups, batch, row
@@ -17,7 +17,8 @@ from rondel.core.mesh import Mesh
 from rondel.core.tensor_parts import Block, TensorPart
 from rondel.formats import FORMATS, format_of
 from rondel.models.rounded_weights import WeightFormat
-from rondel.train.whole_blocks import has_whole_blocks
+from rondel.models.tensor_parallel import check_tensor_parallel
+from rondel.train.whole_blocks import check_blocks, has_whole_blocks
 
 SHARDS, CP, TP = Mesh(shards=2), Mesh(cp=2), Mesh(tp=2)
 CASES = [
@@ -76,8 +77,17 @@ def test_ranks_end_where_one_ends(ranks, tmp_path, mesh, kind, dtype):
     ],
 )
 def test_a_block_that_ranks_would_share_is_refused_by_name(ranks, mesh, kind, said):
+    """By the ranks, and before there are any."""
     with pytest.raises(ConfigError, match=said):
         ranks(mesh).make(kind)
+    model = made(kind, "float32").model
+    with pytest.raises(ConfigError, match=said):
+        check_blocks(model, mesh, check_tensor_parallel(model, mesh.tp))
+
+
+@pytest.mark.parametrize(("mesh", "kind"), CASES, ids=str)
+def test_what_ranks_take_is_refused_by_nobody(mesh, kind):
+    check_blocks(made(kind, "float32").model, mesh, {})
 
 
 WIDE = {"model__path__hidden_size": 64, "model__path__num_attention_heads": 4, "model__path__num_key_value_heads": 2}

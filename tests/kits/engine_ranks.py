@@ -61,6 +61,13 @@ def same_answers(ours: list[Completion], theirs: list[Completion], *, cached: bo
     return ours
 
 
+def end_ranks(ranks: EngineRanks, device: Device) -> None:
+    """The engine that they follow is over; they are there for the next one."""
+    if ranks.lead is not None:
+        lead, ranks.lead = ranks.lead, None
+        device.call(lead.close)
+
+
 class RankedEngines:
     """`engines.of("llama", kv_pages=64)`: an engine of `tp` processes; the one before it is over."""
 
@@ -72,11 +79,10 @@ class RankedEngines:
         settings = RankSettings("engine", ("cpu",) * tp, cluster, threads=1, patience=patience, **apart)
         self.ranks = EngineRanks(settings, self.ended.append, {"ipc": FromIpc(), "disk": FromDisk(logs)})
 
-    def of(self, kind: str, **settings) -> BuiltinEngine:
-        if self.ranks.lead is not None:
-            lead, self.ranks.lead = self.ranks.lead, None
-            self.device.call(lead.close)
-        lead = self.ranks.join(partial(whole, kind), self.device)
+    def of(self, kind: str | Callable[..., LoadedModel], **settings) -> BuiltinEngine:
+        """`kind`: of `whole`, or what loads the model in every process."""
+        end_ranks(self.ranks, self.device)
+        lead = self.ranks.join(partial(whole, kind) if isinstance(kind, str) else kind, self.device)
         return self.device.call(lambda: engine(lead.model, ranks=lead, **{"run": self.device.run, **settings}))
 
     def close(self) -> None:
@@ -85,23 +91,27 @@ class RankedEngines:
 
 
 class EncodedEngines:
-    """`engines.of("qwen3_vl")`: an engine with an encoder process; the one before it is over.
+    """`engines.of("qwen3_vl")`: an engine of `ranks` processes with an encoder process; the one before it is over.
 
     held   while it is a list, pictures that are asked for wait in it until `let_go`
     asked  verbs that the encoder was told
     """
 
-    def __init__(self, logs: Path, patience: float = 20.0) -> None:
+    def __init__(self, logs: Path, patience: float = 20.0, ranks: int = 1, **apart: bool) -> None:
+        """`apart`: what of `RankSettings` the ranks do not share."""
         self.ended: list[str] = []
         self.asked: list[str] = []
         self.held: list[tuple[Future[Any], tuple[Any, ...]]] | None = None
         self.device = Device("cpu", 1)
         cluster = partial(ProcessCluster, logs, patience=patience)
-        settings = RankSettings("engine", ("cpu", "cpu"), cluster, threads=1, patience=patience)
-        self.encoder = EngineEncoder(settings, self.ended.append, {})
+        devices = ("cpu",) * (ranks + 1)
+        settings = RankSettings("engine", devices, cluster, threads=1, patience=patience, **apart)
+        self.encoder = EngineEncoder(settings, self.ended.append, {"ipc": FromIpc()}, ranks=EngineRanks)
 
     def of(self, kind: str | Callable[..., LoadedModel], **settings) -> BuiltinEngine:
         """`kind`: of `kits.vision`, or what loads the model in both processes."""
+        if self.encoder.ranks is not None:
+            end_ranks(self.encoder.ranks, self.device)
         lead = self.encoder.join(partial(vision_model, kind) if isinstance(kind, str) else kind, self.device)
         lead.ask, self.send = self._ask, lead.ask
         return self.device.call(lambda: engine(lead.loaded, **{"run": self.device.run, "ranks": lead, **settings}))

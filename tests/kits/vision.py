@@ -113,8 +113,8 @@ def _model(kind: str) -> LoadedModel:
     return loaded
 
 
-def model(kind: str = "qwen2_5_vl") -> LoadedModel:
-    """A fresh copy; its tower is frozen, as a run's is."""
+def model(kind: str = "qwen2_5_vl", *, deferred: bool = False) -> LoadedModel:
+    """A fresh copy; its tower is frozen, as a run's is. `deferred` changes nothing for random weights."""
     loaded = copy.deepcopy(_model(kind))
     vision.vision_tower(loaded.model).requires_grad_(False)
     return loaded

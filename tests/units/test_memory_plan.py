@@ -26,6 +26,7 @@ from rondel.planner.memory import (
     kv_room,
     memory_bills,
 )
+from rondel.planner.plan import make_plan
 from rondel.planner.shapes import model_shape
 from rondel.planner.workload import Workload, of_job, what_if
 
@@ -215,6 +216,13 @@ def test_an_encoder_has_the_tower_and_takes_its_time_off_the_engine():
     assert pools["engine"].rows == memory_bills(plain)[1].rows, "the engine keeps the tower, too"
     looking = cost.look_seconds(plain, plain.prompts / 2, 1, plain.hardware.efficiency)
     assert cost.generation_time(plain).work - cost.generation_time(apart).work == pytest.approx(looking)
+    cut = asked("gpus=10", "encoders=1", "tensor=2")
+    assert (cut.engine_count, cut.engine_size, cut.engine_unit) == (2, 2, 3)
+    assert make_plan(cut)["devices"]["engine"] == "tp = 2, encoders = 1"
+    matrices = 2 * plain.shape.parameter_count - weights
+    rows = {bill.pool: bill.rows for bill in memory_bills(cut)}
+    assert rows["engine"]["engine weights"]["generate"] == pytest.approx(matrices / 2 + weights), "the tower is not cut"
+    assert rows["encoder"] == pools["encoder"].rows
     slow = replace(apart, image=1 << 22)
     assert cost.generation_time(slow).work == cost.look_seconds(slow, slow.prompts / 2, 1, slow.hardware.efficiency)
     with pytest.raises(ConfigError, match=r"encoders = 1 encodes pictures, and qwen2\.5-7b reads text alone"):

@@ -161,7 +161,7 @@ class SmallEngine:
         life, came = self.lifecycle, self.arrivals
         return (
             life.version, life.state, bool(life.broken), life.held, self.steps, self.model.numbers, came._untouched,
-            came._begun is None, came._came, len(came._awaited), tuple(sorted(came._staged.tensors)),
+            came._begun is None, came._came, len(came._awaited), tuple(sorted(came.staged.tensors)),
         )  # fmt: skip
 
 

@@ -123,9 +123,9 @@ LENDS = {"sandbox": "rondel.runtime.sandbox.recipe:sandbox_of"}  # by name: a wo
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
 
 
-def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Components:
-    """Every fault that can be known before the model is loaded is raised before. `folder`: of
-    a run that may be continued after a crash. `trains`: False where the parts only evaluate.
+def refuse_recipe(job: Job) -> tuple[Job, AlgorithmRows, Sampling]:
+    """Every fault that a recipe has by itself, before anything is read. -> it with its steps and sizes, its rows, and how
+    it samples.
     """
     job, _ = with_steps(job)
     job = with_world_sizes(job)
@@ -137,12 +137,20 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     refuse_flow_job(job, rows, sampling)
     refuse_control_job(job, rows, sampling)
     refuse_block_job(job, rows, sampling)
-    for row in rows.all_rows:
-        warn_of_entropy(row)
     if job.model.adapter.kind != "off":
         adapters.require_peft()
     if job.model.adapter.kind == "qlora":
         nf4.require_bitsandbytes()
+    return job, rows, sampling
+
+
+def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Components:
+    """Every fault that can be known before the model is loaded is raised before. `folder`: of
+    a run that may be continued after a crash. `trains`: False where the parts only evaluate.
+    """
+    job, rows, sampling = refuse_recipe(job)
+    for row in rows.all_rows:
+        warn_of_entropy(row)
     tasks = load_run_tasks(job, trains)
     refuse_unknown_sources(job, rows, tasks.train)
     refuse_idle_evaluation(job, tasks.evaluated)

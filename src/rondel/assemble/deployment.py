@@ -236,7 +236,7 @@ class DeploymentPlan:
             where.engine_experts_apart,
             where.engine_dp > 1,
         )
-        made = EngineEncoder if where.engine_encoders else EngineRanks
+        made = partial(EngineEncoder, ranks=EngineRanks) if where.engine_encoders else EngineRanks
         return partial(made, settings, stay_alive if where.cluster == "local" else end_process)
 
     def wal_path(self, engine: int = 0) -> Path | None:

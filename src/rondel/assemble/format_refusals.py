@@ -12,10 +12,18 @@ if TYPE_CHECKING:
     from rondel.core.config.job import Job
 
 PAGE = "docs/train.md#number-formats"
+# formats with a scale for a whole tensor, and for whole rows (rondel.formats, which imports torch)
+TENSOR_SCALES, ROW_SCALES = {"fp8_tensor", "nvfp4"}, {"fp8_row"}
 
 
 def refuse_formats(job: Job, rows: AlgorithmRows) -> None:
     """What cannot be carried with the formats of this recipe."""
+    if job.model.engine_format != "none" and job.place.engine_encoders:
+        raise ConfigError(
+            f'model.format with place.engines.encoders = {job.place.engine_encoders}: weights in "'
+            f'{job.model.engine_format}" do not reach the tower of an encoder process. Leave one of them out',
+            page=PAGE,
+        )
     if job.model.engine_holds_codes:
         _check_held_codes(job)
     if job.model.trained_format != "none":
@@ -41,6 +49,7 @@ def _check_held_codes(job: Job) -> None:
 
 def _check_trained_format(job: Job) -> None:
     """A format on both sides: where the two would compute with different weights."""
+    _check_cut_scales(job)
     odd = {
         f'model.adapter.kind = "{job.model.adapter.kind}", whose base is not trained': job.model.adapter.kind != "off",
         f"place.mesh.pp = {job.place.mesh.pp}, whose stages do not gather masters": job.place.mesh.pp > 1,
@@ -51,6 +60,27 @@ def _check_trained_format(job: Job) -> None:
             raise ConfigError(
                 f'model.format = "{job.model.trained_format}" with {what}: the two sides would compute with different '
                 "weights. Leave one of them out",
+                page=PAGE,
+            )
+
+
+def _check_cut_scales(job: Job) -> None:
+    """A scale of a whole tensor, or of a whole row, that the trainer's ranks cut whatever the sizes of the model are.
+    Whether they cut blocks depends on these (train/whole_blocks.py), and `rondel check` finds out.
+    """
+    name, mesh = job.model.trained_format, job.place.mesh.to_mesh(job.place.ranks)
+    for found, what, instead in (
+        (
+            name in TENSOR_SCALES and mesh.tp * mesh.cp * mesh.shards > 1,
+            "a whole tensor",
+            "mxfp8, fp8_row), or replicas alone",
+        ),
+        (name in ROW_SCALES and mesh.tp > 1, "a whole row", "mxfp8), or shards or cp instead of tp"),
+    ):
+        if found:
+            raise ConfigError(
+                f'model.format = "{name}" has a scale for {what}, which the ranks of place.mesh = {mesh} cut: take a '
+                f"format whose blocks lie in rows (int4, mxfp4, {instead}",
                 page=PAGE,
             )
 

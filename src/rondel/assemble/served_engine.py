@@ -98,7 +98,8 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
         cluster = partial(ProcessCluster, patience=PATIENCE)
         ep, dp = settings.ep > 1, settings.dp > 1
         how = RankSettings("engine", own, cluster, threads, experts_apart=ep, requests_apart=dp)
-        ranks = (EngineEncoder if settings.encoders else EngineRanks)(how, end_process, transports)
+        made = partial(EngineEncoder, ranks=EngineRanks) if settings.encoders else EngineRanks
+        ranks = made(how, end_process, transports)
         ends.callback(ranks.close, device)
         loaded = ranks.load(model, settings.dtype, device)
     if settings.numerics == "aligned":
@@ -180,9 +181,6 @@ def _served_name(model: str | dict[str, Any], loaded: LoadedModel, settings: Ser
 
 def _check_processes(settings: ServerSettings) -> None:
     """Before anything is loaded."""
-    if settings.encoders and settings.tp * settings.dp > 1:
-        beside = f"--tp {settings.tp}" if settings.tp > 1 else f"--dp {settings.dp}"
-        raise UserError(f"--encoders {settings.encoders} with {beside} is not supported: leave one of them out")
     if settings.tp > 1 and settings.dp > 1:
         raise UserError(f"--dp {settings.dp} with --tp {settings.tp} is not supported: leave one of them out")
     if settings.dp > 1 and settings.ep != settings.dp:
@@ -190,7 +188,7 @@ def _check_processes(settings: ServerSettings) -> None:
             f"--dp {settings.dp} with --ep {settings.ep}: its processes share the experts of a mixture; give both the "
             "same, or start a server for each"
         )
-    if settings.ep not in (1, settings.processes):
+    if settings.ep not in (1, settings.tp * settings.dp):
         raise UserError(
             f"--ep {settings.ep} with --tp {settings.tp}: experts lie apart on the processes of --tp; give both the same"
         )
@@ -226,7 +224,8 @@ def _load_adapters(loaded: LoadedModel, settings: ServerSettings, device: Device
 def _rank_devices(device: str, settings: ServerSettings) -> tuple[str, ...]:
     """Of each process of the engine."""
     n = settings.processes
-    key = f"--encoders {settings.encoders}" if settings.encoders else f"--{'dp' if settings.dp > 1 else 'tp'} {n}"
+    sizes = {"tp": settings.tp, "dp": settings.dp, "encoders": settings.encoders + 1}
+    key = " ".join(f"--{flag} {getattr(settings, flag)}" for flag, size in sizes.items() if size > 1)
     if n == 1:
         return (device,)
     if settings.compile:

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rondel.assemble.components import TOOLS, build
+from rondel.assemble.components import TOOLS, build, refuse_recipe
 from rondel.assemble.facts import batch_line
+from rondel.assemble.refusals import refuse_offloaded_reward
 from rondel.assemble.run_components import Components
 from rondel.checks.layout_check import check_layouts
 from rondel.checks.progress import Say, silent, slow_part
@@ -17,7 +18,7 @@ from rondel.checks.score_check import check_scores
 from rondel.checks.self_test import self_test
 from rondel.checks.special_token_check import all_tasks, read_as_text
 from rondel.core.config.job import Job
-from rondel.core.errors import CheckpointError, EnvError, RondelError, SandboxError
+from rondel.core.errors import CheckpointError, ConfigError, EnvError, RondelError, SandboxError
 from rondel.core.protocols import DemonstratingEnv
 from rondel.core.types import Failed, Group, Slot, Task
 from rondel.driver.rollouts import prepare, rollouts_of
@@ -38,6 +39,7 @@ def check(job: Job, *, asked: bool = False, say: Say = silent) -> list[CheckFind
     """
     prepare_process()
     try:
+        refuse_recipe(job)  # as it is laid over processes; the parts are looked at in this one
         with slow_part(say, "loading the model and the tasks"):
             parts = build(job.on_one_device())
     except RondelError as error:
@@ -50,12 +52,24 @@ def check(job: Job, *, asked: bool = False, say: Say = silent) -> list[CheckFind
         if told := read_as_text(all_tasks(parts.tasks, parts.shown), parts.model_info.tokenizer):
             found.append(CheckFinding("control tokens", True, told))
         found += [CheckFinding(f"policy {name}", True, _describe_policy(parts, name)) for name in job.policies]
-        found += check_layouts(job, parts)
+        found += [*check_layouts(job, parts), *_check_reward_device(job, parts)]
         found += _check_sandboxes(job)
         found += asyncio.run(_check_live(parts, asked=asked, say=say))
         return [*found, _check_memory(parts), _check_disk(parts)]
     finally:
         parts.close()
+
+
+def _check_reward_device(job: Job, parts: Components) -> list[CheckFinding]:
+    """A reward of the user's that leaves its device to the trainer says so once it is built, and here that is in one
+    process.
+    """
+    try:
+        if parts.pool.naps:
+            refuse_offloaded_reward(job)
+    except ConfigError as error:
+        return [CheckFinding("reward: device", False, str(error))]
+    return []
 
 
 def _describe_policy(parts: Components, name: str) -> str:

@@ -74,7 +74,8 @@ def run(
         typer.Option(
             min=0,
             max=1,
-            help="1: another process encodes the pictures of a vision-language model, on a GPU of its own.",
+            help="1: one more process encodes the pictures of a vision-language model, on a GPU of its own; also with --tp "
+            "or --dp.",
         ),
     ] = 0,
     adapter: Annotated[

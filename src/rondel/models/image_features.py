@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+FeatureWidths = list[tuple[int, str]]  # width and dtype: for the embeddings, then for each layer that reads more
+
 
 @dataclass(slots=True)
 class ImageFeatures:
@@ -45,6 +47,14 @@ class VisionFeatures:
     features: ImageFeatures
     images: Tensor | None = None  # [n] a number for each image and place
 
+    def slice_rows(self, first: int, end: int) -> VisionFeatures | None:
+        """Of the packed rows first .. end alone, which become 0 .. end - first."""
+        at = ((self.rows >= first) & (self.rows < end)).nonzero()[:, 0]
+        if not len(at):
+            return None
+        images = None if self.images is None else self.images[at]
+        return VisionFeatures(self.rows[at] - first, self.features.select_rows(at), images)
+
     def image_numbers(self, total: int) -> Tensor:
         """[T] the image of each packed token, -1 for text."""
         numbers = torch.full((total,), -1, dtype=torch.int64, device=self.rows.device)
@@ -56,6 +66,12 @@ def feature_tensors(features: ImageFeatures) -> dict[str, Tensor]:
     return {str(number): tensor for number, tensor in enumerate((features.main, *features.deep))}
 
 
-def feature_shapes(widths: list[tuple[int, str]], cells: int) -> dict[str, tuple[tuple[int, ...], str]]:
+def feature_widths(features: ImageFeatures) -> FeatureWidths:
+    return [
+        (tensor.shape[1], str(tensor.dtype).removeprefix("torch.")) for tensor in feature_tensors(features).values()
+    ]
+
+
+def feature_shapes(widths: FeatureWidths, cells: int) -> dict[str, tuple[tuple[int, ...], str]]:
     """What `feature_tensors` gives of so many cells."""
     return {str(number): ((cells, width), dtype) for number, (width, dtype) in enumerate(widths)}

@@ -77,7 +77,7 @@ def cut_for_serving(
     experts_apart  experts of a mixture are not cut: each lies whole on one rank. With `whole` the ranks have rows of
                    their own, which travel to them
     """
-    _refuse(loaded, ranks.size, cuts_attention=not (whole and experts_apart))
+    refuse_part(loaded, ranks.size, whole=whole, experts_apart=experts_apart)
     model = loaded.model
     module, checkpoint = _shapes_of(names.named_weights(model)), _checkpoint_shapes(model)
     vocabulary, token_count = loaded.vocabulary, loaded.token_count
@@ -147,10 +147,12 @@ def _checkpoint_shapes(model: nn.Module) -> TensorShapes:
         return {}
 
 
-def _refuse(loaded: LoadedModel, size: int, *, cuts_attention: bool) -> None:
+def refuse_part(loaded: LoadedModel, size: int, *, whole: bool, experts_apart: bool) -> None:
+    """ConfigError for a model that `cut_for_serving` does not take, whatever its sizes."""
+    cuts_attention, for_prompts = not (whole and experts_apart), whole and not experts_apart
     for found, what in (
         (loaded.adapter is not None, "an adapter cannot be cut"),
-        (loaded.sight is not None, "a model with images needs whole matrices"),
+        (for_prompts and loaded.sight is not None, "a process for prompts looks at no pictures"),
         (loaded.aligned, 'numerics = "aligned" is proved for whole matrices'),
         (cuts_attention and loaded.indexers > 0, "an indexer cannot be cut"),
         (cuts_attention and loaded.compressed, "compressed attention cannot be cut"),

@@ -31,6 +31,8 @@ from rondel.models.linear import product
 from rondel.models.ring_products import install_ring, ring_products
 from rondel.models.shard_cut import ShardCut, even_runs, split_shards
 from rondel.models.tensor_cuts import TensorCuts
+from rondel.models.vision import language_model
+from rondel.models.vision_families import tower_parts
 from rondel.models.vocabulary_part import VocabularyPart
 
 MESH = "place.mesh with shards or cp instead of tp"
@@ -72,7 +74,7 @@ def cut_model(
 
     Raises ModelError where heads and ranks do not divide, or nothing could be cut or overlapped.
     """
-    decoder, found = decoder_of(model), TensorCuts(ranks, sequence)
+    decoder, found = _text_decoder(model), TensorCuts(ranks, sequence)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     above = next(name for name, module in model.named_modules() if module is decoder)
     prefix = f"{above}." if above else ""
@@ -113,14 +115,23 @@ def cut_model(
     return found
 
 
-def check_tensor_parallel(model: Any, tp: int, instead: str = MESH, *, overlap: bool = False) -> None:
-    """What `cut_model` would refuse of a model that lies whole here, or on "meta". Raises ModelError."""
+def check_tensor_parallel(model: Any, tp: int, instead: str = MESH, *, overlap: bool = False) -> dict[str, ShardCut]:
+    """What `cut_model` would refuse of a model that lies whole here, or on "meta". Raises ModelError. -> how it would cut
+    the layers' parameters, by the model's names.
+    """
     if tp == 1:
-        return
-    if not (planned := _planned_cuts(decoder := decoder_of(model), model.config.get_text_config(), tp, set())):
+        return {}
+    if not (planned := _planned_cuts(decoder := _text_decoder(model), model.config.get_text_config(), tp, set())):
         raise _uncut(model, instead)
     if overlap:
         _check_overlap(model, decoder, planned)
+    own, named = {id(p): name for name, p in decoder.named_parameters()}, model.named_parameters()
+    return {name: planned[own[id(p)]] for name, p in named if own.get(id(p)) in planned}
+
+
+def _text_decoder(model: Any) -> Any:
+    """The module whose layers are cut: of a model that looks at images the part beside its tower."""
+    return language_model(model) if tower_parts(model) else decoder_of(model)
 
 
 def _check_overlap(model: Any, decoder: Any, planned: dict[str, ShardCut]) -> None:

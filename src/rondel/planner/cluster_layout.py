@@ -100,7 +100,7 @@ class ClusterLayout:
         place = self.job.place
         engines = str(max(1, self.engine_count))
         if place.engine_processes > 1:
-            experts = f", ep = {place.engine_processes}" if place.engine_experts_apart else ""
+            experts = f", ep = {place.engine_tp * place.engine_dp}" if place.engine_experts_apart else ""
             engines = f"{{ count = {place.engine_count}, {place.engine_sizes}{experts} }}"
         ranks = [f"--place.ranks={self.ranks}"] if cluster != "torchrun" else []
         words = [

@@ -157,8 +157,8 @@ def generation_time(setting: Workload) -> GenerationTime:
     )
     decoding = setting.new_tokens / (setting.engine_count * requests / step)
     looped = setting.samples * setting.hardware.answer / setting.engine_count
-    on, pictures = setting.encoders or setting.prefills or setting.engine_size, setting.prompts / setting.engine_count
-    looking = look_seconds(setting, pictures, on, setting.hardware.efficiency)
+    pictures = setting.prompts / setting.engine_count  # one device of an engine has the tower at work
+    looking = look_seconds(setting, pictures, 1, setting.hardware.efficiency)
     late = setting.prompt + setting.output / 2
     alone = decode_seconds(setting.shape, setting.hardware, 1, late, **arguments) * setting.output * scale
     prompts = prefill + (0.0 if setting.encoders else looking)

@@ -106,15 +106,15 @@ def make_plan(setting: Workload | FlowWorkload) -> dict[str, Any]:
 
 def _engine_layout(setting: Workload) -> str:
     """How an engine of several devices lies over them, and what its own way costs."""
+    beside = ["prefill = true"] * setting.prefills + [f"encoders = {setting.encoders}"] * (setting.encoders > 0)
     if setting.data == 1:
-        tensor = f"tp = {setting.tensor}" if setting.tensor > 1 else ""
-        beside = "prefill = true" if setting.prefills else f"encoders = {setting.encoders}" if setting.encoders else ""
-        return tensor or beside
+        return ", ".join([f"tp = {setting.tensor}"] * (setting.tensor > 1) + beside)
     s, requests = setting.shape, cost.decode_concurrency(setting)
     cache = kv_tokens(setting) * s.kv_bytes(setting.width)
     sent = cost.exchange_bytes(s, requests, setting.data, setting.width)
+    sizes = ", ".join([f"dp = {setting.data}, ep = {setting.data}", *beside])
     return (
-        f"dp = {setting.data}, ep = {setting.data}: {s.experts // setting.data} of {s.experts} experts and a cache of "
+        f"{sizes}: {s.experts // setting.data} of {s.experts} experts and a cache of "
         f"{cache / GB:.3g} GB on each device, which sends {sent / 1e6:.3g} MB in a decode step of {requests} requests"
     )
 

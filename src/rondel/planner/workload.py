@@ -206,9 +206,12 @@ class Workload:
 
     @property
     def engine_share(self) -> float:
-        """Of a copy of the weights what lies on one device of an engine: of each matrix a part, or of the experts."""
+        """Of a copy of the weights what lies on one device of an engine: of each matrix a part, or of the experts; a tower
+        lies whole on each.
+        """
         apart = self.shape.expert_parameters * self.width * (1 - 1 / self.data)
-        return (1 - apart / self.engine_weight_bytes) / self.tensor
+        tower = 0 if self.shape.tower is None else self.shape.tower.parameter_count * self.width
+        return ((self.engine_weight_bytes - apart - tower) / self.tensor + tower) / self.engine_weight_bytes
 
     @property
     def has_one_module(self) -> bool:

@@ -6,6 +6,7 @@ W [O, I] in shards of rows       blocks of 1 x 32: whole        blocks of 128 x 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,8 +14,11 @@ from torch import nn
 from rondel.core.errors import ConfigError
 from rondel.core.tensor_parts import TensorPart
 from rondel.models.rounded_weights import WeightFormat, weight_format
+from rondel.train.mesh_layout import rank_part
 
 if TYPE_CHECKING:
+    from rondel.core.mesh import Mesh
+    from rondel.models.shard_cut import ShardCut
     from rondel.train.parallel import SingleRank
 
 
@@ -31,19 +35,35 @@ def refuse_cut_blocks(ranks: SingleRank, model: nn.Module) -> None:
             shapes[name] = tuple(map(max, *[*ends, shapes.get(name, (0,) * len(part.shape))], (0,) * len(part.shape)))
     for held in told:
         for name, part in held.items():
-            if not has_whole_blocks(forms[name], part, shapes[name]):
-                form: Any = forms[name].form
-                why = (
-                    "has a scale of the whole tensor"
-                    if form.scales_tensor
-                    else f"has blocks of {' x '.join(str(n or 'all') for n in form.block)}"
-                )
-                raise ConfigError(
-                    f'model.format = "{form.name}" {why}, and a rank of the trainer holds {list(part.shape)} of '
-                    f"{name} {list(shapes[name])}, which cuts some: take a format whose blocks lie in rows (int4, "
-                    "mxfp4, mxfp8, fp8_row), or fewer ranks (place.ranks, place.mesh)",
-                    page="docs/train.md#number-formats",
-                )
+            _refuse_part(name, forms[name], part, shapes[name])
+
+
+def check_blocks(model: nn.Module, mesh: Mesh, cuts: Mapping[str, ShardCut]) -> None:
+    """What `refuse_cut_blocks` will refuse of a model that lies whole here, once it lies over a mesh, `cuts` by tp."""
+    alike: dict[Any, str] = {}  # the first of those that are rounded and cut alike
+    for name, parameter in model.named_parameters():
+        if (form := weight_format(parameter)) is not None:
+            alike.setdefault((form, tuple(parameter.shape), cuts.get(name)), name)
+    for (form, shape, cut), name in alike.items():
+        for rank in range(mesh.shards * mesh.cp * mesh.tp):  # of one replica
+            _refuse_part(name, form, rank_part(mesh, rank, shape, tp=cut), shape)
+
+
+def _refuse_part(name: str, form: WeightFormat, part: TensorPart, shape: tuple[int, ...]) -> None:
+    if has_whole_blocks(form, part, shape):
+        return
+    rule: Any = form.form
+    blocks = f"blocks of {' x '.join(str(n or 'all') for n in rule.block)}"
+    in_rows = rule.block[0] == 1 and not rule.scales_tensor
+    take = (
+        "shards or cp instead of tp" if in_rows else "a format whose blocks lie in rows (int4, mxfp4, mxfp8, fp8_row)"
+    )
+    raise ConfigError(
+        f'model.format = "{rule.name}" has {"a scale of the whole tensor" if rule.scales_tensor else blocks}, and a rank of '
+        f"the trainer holds {list(part.shape)} of {name} {list(shape)}, which cuts some: take {take}, or fewer ranks "
+        "(place.ranks, place.mesh)",
+        page="docs/train.md#number-formats",
+    )
 
 
 def has_whole_blocks(form: WeightFormat, part: TensorPart, shape: tuple[int, ...]) -> bool:

@@ -112,8 +112,8 @@ class EnginesConfig(SettingsTable):
     )
     encoders: Annotated[int, Field(ge=0, le=1)] = Field(
         0,
-        description="1: each has a second process with the vision tower alone, which encodes pictures while the first one "
-        "decodes; of a vision-language model, not with tp, dp or prefill",
+        description="1: each has one more process with the vision tower alone, which encodes pictures while the others "
+        "decode; of a vision-language model, not with prefill",
     )
 
 
@@ -233,8 +233,9 @@ class PlaceConfig(ConfigSection):
         sizes = _sizes(
             *(each.get(key, none) for key, none in (("tp", 1), ("dp", 1), ("prefill", False), ("encoders", 0)))
         )
-        if len(sizes) > 1:
-            raise ValueError(f"engines: {' with '.join(sizes)} is not supported; leave one of them out")
+        apart = [size for size in sizes if not size.startswith("encoders") or each.get("prefill")]
+        if len(apart) > 1:  # a process that encodes pictures is beside all but one for prompts
+            raise ValueError(f"engines: {' with '.join(apart)} is not supported; leave one of them out")
         if (dp := each.get("dp", 1)) > 1 and each["ep"] != dp:
             raise ValueError(
                 f"engines: dp = {dp} with ep = {each['ep']}: processes with requests of their own share the experts of a "

@@ -23,7 +23,7 @@ import torch
 
 from rondel.core.errors import EngineError, WorkerError
 from rondel.generate.engine.builtin.shared_tensors import SharedTensors
-from rondel.models.image_features import ImageFeatures, feature_shapes
+from rondel.models.image_features import FeatureWidths, ImageFeatures, feature_shapes
 
 if TYPE_CHECKING:
     from rondel.core.media import Image, ImagePlaceholder
@@ -51,7 +51,7 @@ class EncoderClient:
         self,
         loaded: LoadedModel,
         ask: Callable[..., Future[Any]],
-        widths: list[tuple[int, str]],
+        widths: FeatureWidths,
         digests: dict[str, str],
     ) -> None:
         self.loaded, self.ask, self.widths, self.digests = loaded, ask, widths, digests

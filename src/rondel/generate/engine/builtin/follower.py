@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from rondel.core.errors import SyncError
 from rondel.core.types import Begin, Commit, Message, Route
+from rondel.generate.engine.builtin.feature_exchange import receive_features
 from rondel.generate.engine.builtin.idle_pass import idle_pass
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
 from rondel.generate.engine.builtin.part_receiver import PartReceiver
+from rondel.generate.engine.builtin.rank_channel import receive_tensor
 from rondel.generate.engine.builtin.shared_pools import SharedPools
 from rondel.generate.engine.builtin.states import StateMemory
 from rondel.models.cache_pools import LayerPools
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from rondel.core.protocols import Transport
     from rondel.generate.engine.builtin.rank_channel import CommandChannel
     from rondel.models.collectives import RankGroup
+    from rondel.models.image_features import VisionFeatures
     from rondel.models.loaded_model import LoadedModel
     from rondel.models.paged_layout import PagedLayout
     from rondel.models.routing_tape import RoutingTape
@@ -89,6 +93,7 @@ class EngineFollower:
         for source, target in facts["copies"]:
             self.states.copy_slot(source, target)
         tokens, positions, *rest = tensors
+        seen, rest = receive_features(facts["seen"], rest, self.compute.broadcast, self.device)
         fresh = facts["fresh"]
         keys, values = (LayerPools(fresh), LayerPools(fresh)) if fresh else (self.keys, self.values)
         layout = rebuild_layout(facts["layout"], rest, keys, values)
@@ -96,7 +101,7 @@ class EngineFollower:
             states = StateMemory(1) if fresh else self.states
             layout.states = SlotStates(states, [tuple(run) for run in facts["runs"]], self.device)
         tape = _new_tape(self.loaded, facts.get("records"))
-        self._compute(facts, tokens, positions, layout, tape)
+        self._compute(facts, tokens, positions, layout, tape, seen)
         if facts.get("answers"):  # the other rank is about to read what was written
             self.compute.send(torch.zeros(1, dtype=torch.int64), 0)
         if tape is not None:
@@ -105,26 +110,33 @@ class EngineFollower:
             self.compute.send(routes, 0)
 
     def _compute(
-        self, facts: dict[str, Any], tokens: Tensor, positions: Tensor, layout: PagedLayout, tape: RoutingTape | None
+        self,
+        facts: dict[str, Any],
+        tokens: Tensor,
+        positions: Tensor,
+        layout: PagedLayout,
+        tape: RoutingTape | None = None,
+        seen: VisionFeatures | None = None,
     ) -> None:
         """One pass, whose hidden states are kept for as long as the leader keeps its own."""
         self._hidden = {number: self._hidden[number] for number in facts["alive"]}
-        self._hidden[facts["number"]] = self.loaded.hidden_states(tokens, positions, layout, tape)
+        self._hidden[facts["number"]] = self.loaded.hidden_states(tokens, positions, layout, tape, seen)
 
     @torch.inference_mode()
     def _step(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         """Of the requests in this rank's own cache."""
         if (own := facts["parts"][self.compute.index - 1]) is None:
             idle = idle_pass(self.keys, self.values, self.device, recurrent=self.states.slots > 0)
-            return self._compute(facts, *idle, None)
+            return self._compute(facts, *idle)
         for source, target in own["copies"]:
             self.states.copy_slot(source, target)
         tokens, positions, *rest = self.channel.receive_own(own["shapes"], self.device)
+        seen, rest = receive_features(own["seen"], rest, partial(self.compute.receive, source=0), self.device)
         layout = rebuild_layout(own["layout"], rest, self.keys, self.values)
         if own["runs"]:
             layout.states = SlotStates(self.states, [tuple(run) for run in own["runs"]], self.device)
         tape = _new_tape(self.loaded, facts["records"])
-        self._compute(facts, tokens, positions, layout, tape)
+        self._compute(facts, tokens, positions, layout, tape, seen)
         if tape is not None:
             self.compute.send(tape.recorded_routes, 0)
 
@@ -179,7 +191,10 @@ class EngineFollower:
             self._fault = str(error)
 
     def _take(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
-        passed = self._passed_tensor(*facts["passed"]) if facts["passed"] else None
+        passed: Tensor | None = None
+        if facts["passed"]:
+            dtype, shape = facts["passed"]
+            passed = receive_tensor(dtype, shape, self.compute.broadcast, self.device)
         if self._fault:
             return
         try:
@@ -195,11 +210,6 @@ class EngineFollower:
         if (found := next(self._stream, None)) is None:
             raise SyncError("it finds fewer tensors than the first rank")
         return found
-
-    def _passed_tensor(self, dtype: str, shape: list[int]) -> Tensor:
-        kind = getattr(torch, dtype)
-        raw = torch.empty(torch.Size(shape).numel() * kind.itemsize, dtype=torch.uint8, device=self.device)
-        return self.compute.broadcast(raw).view(kind).view(shape)
 
     def _report(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         """All has been read, by the first rank's word. `proof`: so many sums of parts are added up for their digests."""

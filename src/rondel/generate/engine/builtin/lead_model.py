@@ -45,7 +45,7 @@ class LeadModel(LoadedModel):
     ) -> Tensor:
         assert self.lead is not None
         with self.lead.together():
-            number = self.lead.send_pass(tokens, positions, layout)
+            number = self.lead.send_pass(tokens, positions, layout, seen)
             hidden = LoadedModel.hidden_states(self, tokens, positions, layout, tape, seen)
             self.lead.remember_pass(number, hidden)
             return hidden

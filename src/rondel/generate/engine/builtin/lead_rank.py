@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from rondel.core.protocols import Tags
+from rondel.generate.engine.builtin.feature_exchange import describe_features, send_features
 from rondel.generate.engine.builtin.lock_step import LockStep
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
 from rondel.generate.engine.builtin.states import StateMemory
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rondel.generate.engine.builtin.runner import ModelRunner
     from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
     from rondel.models.cache_pools import LayerPools
+    from rondel.models.image_features import VisionFeatures
     from rondel.models.loaded_model import LoadedModel
 
 
@@ -91,16 +93,21 @@ class LeadRank(LockStep):
         states.memory = RecordedStates(states.memory.slots, self._copies)
         return states.memory.slots
 
-    def send_pass(self, tokens: Tensor, positions: Tensor, layout: Any, **more: Any) -> int:
-        """Announce one forward pass. -> its number."""
+    def send_pass(
+        self, tokens: Tensor, positions: Tensor, layout: Any, seen: VisionFeatures | None = None, **more: Any
+    ) -> int:
+        """Announce one forward pass, and give every rank what it reads of pictures. -> its number."""
         header, tensors = describe_layout(layout)
-        facts: dict[str, Any] = {"layout": header, "copies": list(self._copies), **more}
+        widths, numbers = describe_features(seen)
+        facts: dict[str, Any] = {"layout": header, "copies": list(self._copies), "seen": widths, **more}
         self.prompt_rows = {number: self.prompt_rows[number] for number in self._passes if number in self.prompt_rows}
         self._copies.clear()
         facts["fresh"] = 0 if layout.keys is self._cache else layout.keys.pages
         if layout.states is not None:
             facts["runs"] = [list(run) for run in layout.states.runs]
-        return self.announce_pass("forward", tokens, positions, *tensors, **facts)
+        number = self.announce_pass("forward", tokens, positions, *numbers, *tensors, **facts)
+        send_features(seen, self.compute.broadcast)
+        return number
 
     def announce_pass(self, do: str, *tensors: Tensor, **facts: Any) -> int:
         """-> the number under which followers keep its hidden states."""

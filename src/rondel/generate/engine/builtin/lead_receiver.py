@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from rondel.core.errors import SyncError
 from rondel.core.types import Commit, Manifest, Route
 from rondel.generate.engine.builtin.part_receiver import PASSED_ON, READ_BY_ALL, PartReceiver
+from rondel.generate.engine.builtin.rank_channel import raw_bytes
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
@@ -44,9 +44,7 @@ class LeadReceiver(PartReceiver):
                 with lead.together():
                     lead.send("take", name=name, passed=[*_kind_of(tensor)] if passed else [])
                     if passed:
-                        lead.compute.broadcast(
-                            tensor.detach().to(lead.part.loaded.device).contiguous().view(-1).view(torch.uint8)
-                        )
+                        lead.compute.broadcast(raw_bytes(tensor.to(lead.part.loaded.device)))
                 yield name, tensor
             whole = True
             self._raise_faults("read", proof=0 if self.proof is None else len(self.proof.values))

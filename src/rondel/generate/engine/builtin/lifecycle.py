@@ -22,6 +22,7 @@ from rondel.models.main_grad import weights_changed
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.adapter_receiver import AdapterReceiver
+    from rondel.generate.engine.builtin.tower_receiver import TowerReceiver
     from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
 
 
@@ -156,7 +157,10 @@ class EngineUpdate:
     """The engine's part of an update: everything but the weights themselves, which are the receiver's."""
 
     def __init__(
-        self, arrivals: WeightReceiver | AdapterReceiver, lifecycle: EngineLifecycle, serving: StepTask
+        self,
+        arrivals: WeightReceiver | AdapterReceiver | TowerReceiver,
+        lifecycle: EngineLifecycle,
+        serving: StepTask,
     ) -> None:
         self.arrivals, self.lifecycle, self.serving = arrivals, lifecycle, serving
 

@@ -145,7 +145,7 @@ class PartReceiver(WeightReceiver):
     def _keep_part(self, of: str, own: Tensor, target: Tensor, *, beside: bool) -> None:
         """This rank's part of one of the module's tensors, until the commit or in its place."""
         if beside:
-            self._staged.tensors[of] = own
+            self.staged.tensors[of] = own
         else:
             target.copy_(own)
             self.bytes_copied += target.nbytes

@@ -9,6 +9,8 @@ Nothing is unpickled: what has objects in it (a route) goes by the pipe between 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -53,6 +55,20 @@ class CommandChannel:
         raw = fault.encode()[:WORDS]
         said[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
         return [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace") for x in self.ranks.gather_first(said)]
+
+
+def raw_bytes(x: Tensor) -> Tensor:
+    """[N] uint8, in which any dtype travels."""
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def receive_tensor(
+    dtype: str, shape: Sequence[int], receive: Callable[[Tensor], Tensor], device: torch.device
+) -> Tensor:
+    """One whose `raw_bytes` come; `receive` fills what it is given."""
+    kind = getattr(torch, dtype)
+    raw = torch.empty(prod(shape) * kind.itemsize, dtype=torch.uint8, device=device)
+    return receive(raw).view(kind).view(*shape)
 
 
 def pack_message(header: bytes, tensors: list[Tensor]) -> Tensor:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rondel.core.errors import ConfigError, EngineError
+from rondel.generate.engine.builtin.feature_exchange import describe_features, send_features
 from rondel.generate.engine.builtin.idle_pass import idle_pass
 from rondel.generate.engine.builtin.lead_rank import LeadRank, RecordedStates
 from rondel.generate.engine.builtin.runner import ModelRunner
@@ -82,7 +84,9 @@ class ApartRunner(ModelRunner):
             layout.counts.append(len(tokens))
             ends |= {id(f): rows + stop for f, stop in zip([*own, *one], stops)}
             rows += len(tokens)
-        return torch.cat(ids), torch.cat(at), layout, [ends[id(f)] for f in [*chunks, *single]]
+        if any(positions.ndim == 2 for positions in at):  # of one with pictures
+            at = [positions.expand(4, -1) for positions in at]
+        return torch.cat(ids), torch.cat(at, -1), layout, [ends[id(f)] for f in [*chunks, *single]]
 
 
 class ApartLead(LeadRank):
@@ -108,24 +112,37 @@ class ApartLead(LeadRank):
                 self.told.append(told)
         return 0 if (mine := self.own.states) is None else mine.memory.slots
 
-    def send_step(self, tokens: Tensor, positions: Tensor, layout: ApartLayout, records: int | None) -> int:
-        """Announce one pass, and give every rank its own part of it. `records`: the width of a tape. -> its number."""
+    def send_step(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: ApartLayout,
+        records: int | None,
+        seen: list[VisionFeatures | None],
+    ) -> int:
+        """Announce one pass, and give every rank its own part of it. `records`: the width of a tape. `seen`: of pictures,
+        by each rank. -> its number.
+        """
         parts, sent = list[dict[str, Any] | None](), dict[int, list[Tensor]]()
-        fed = zip(self.others, layout.parts[1:], tokens.split(layout.counts)[1:], positions.split(layout.counts)[1:])
-        for rank, (cache, part, ids, at) in enumerate(fed, 1):
-            if part is None:
+        each = (layout.parts, tokens.split(layout.counts), positions.split(layout.counts, -1), seen)
+        for rank, (part, ids, at, looks) in enumerate(zip(*each)):
+            if part is None or not rank:
                 parts.append(None)
                 continue
+            cache = self.others[rank - 1]
             header, rest = describe_layout(own_slots(part, rank * self.own.pages.count))
-            sent[rank] = [ids, at, *rest]
+            widths, numbers = describe_features(looks)
+            sent[rank] = [ids, at, *numbers, *rest]
             own = {"layout": header, "shapes": [list(x.shape) for x in sent[rank]], "copies": [], "runs": []}
+            own["seen"] = widths
             if cache.states is not None and part.states is not None:
                 cache.states.make_copies()
                 own |= {"copies": self.told[rank - 1].take_copies(), "runs": [list(run) for run in part.states.runs]}
             parts.append(own)
-        number = self.announce_pass("step", parts=parts, records=records)
+        number = self.announce_pass("step", parts=parts[1:], records=records)
         for rank, tensors in sent.items():
             self.channel.send_own(tensors, rank)
+            send_features(seen[rank], partial(self.compute.send, to=rank))
         self.counts = {known: self.counts[known] for known in self._passes if known in self.counts}
         self.counts[number] = layout.counts
         return number
@@ -161,21 +178,30 @@ class ApartModel(LoadedModel):
         assert self.lead is not None
         with self.lead.together():
             if not isinstance(layout, ApartLayout):
-                number = self.lead.send_pass(tokens, positions, layout)
+                number = self.lead.send_pass(tokens, positions, layout, seen)
                 hidden = LoadedModel.hidden_states(self, tokens, positions, layout, tape, seen)
             else:
                 records = None if tape is None else tape.width
-                number = self.lead.send_step(tokens, positions, layout, records)
-                hidden = self._compute_own(tokens, positions, layout, tape)
+                runs = pairwise(accumulate(layout.counts, initial=0))
+                each = [None if seen is None else seen.slice_rows(first, end) for first, end in runs]
+                number = self.lead.send_step(tokens, positions, layout, records, each)
+                hidden = self._compute_own(tokens, positions, layout, tape, each[0])
             self.lead.remember_pass(number, hidden)
         return hidden
 
-    def _compute_own(self, tokens: Tensor, positions: Tensor, layout: ApartLayout, tape: RoutingTape | None) -> Tensor:
+    def _compute_own(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: ApartLayout,
+        tape: RoutingTape | None,
+        seen: VisionFeatures | None,
+    ) -> Tensor:
         assert self.lead is not None
         n, part, own = layout.counts[0], layout.parts[0], None if tape is None else tape.repeated()
         keys, values, states = self.lead.own.pages.keys, self.lead.own.pages.values, self.lead.own.states
         idle = None if n else idle_pass(keys, values, self.device, recurrent=states is not None)
-        hidden = LoadedModel.hidden_states(self, *(idle or (tokens[:n], positions[:n], part)), own)
+        hidden = LoadedModel.hidden_states(self, *(idle or (tokens[:n], positions[..., :n], part)), own, seen)
         if tape is not None and own is not None:
             routes = own.recorded_routes
             tape.restore_records(torch.cat([routes[:n], *self.lead.receive_each(layout.counts, routes)]))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -250,7 +251,7 @@ class ModelRunner:
             if f.live.pending_tokens == 0
         ]
         tape = self.loaded.routing_tape(longest=self.pages.count) if self.records else None
-        feeds = [*chunks, *single]
+        feeds = [feed for _, feed in sorted(zip(ends, [*chunks, *single]), key=itemgetter(0))]  # as they are packed
         whose = [(f.live.request.adapter, f.n) for f in feeds]
         hidden = self._forward_pass(ids, at, layout, [(f.first, f.n, f.live.gaze) for f in feeds], whose, tape)
         return hidden, last, None if tape is None else (HostCopy(layout.write), HostCopy(tape.recorded_routes))

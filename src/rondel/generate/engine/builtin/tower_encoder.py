@@ -15,7 +15,7 @@ from rondel.core.errors import SyncError
 from rondel.generate.engine.builtin.shared_tensors import SharedTensors
 from rondel.generate.engine.builtin.weight_receiver import StagedWeights
 from rondel.models import names, vision
-from rondel.models.image_features import ImageFeatures, feature_shapes, feature_tensors
+from rondel.models.image_features import ImageFeatures, feature_shapes, feature_tensors, feature_widths
 from rondel.models.main_grad import weights_changed
 
 if TYPE_CHECKING:
@@ -39,10 +39,7 @@ class TowerEncoder:
         self._staged = StagedWeights(self.model)
         self._began: dict[str, str] = {}  # digests of what is staged
         self.digests = {name: names.tensor_digest(t) for name, t in vision.tower_tensors(self.model).items()}
-        self.widths = [
-            (t.shape[1], str(t.dtype).removeprefix("torch."))
-            for t in feature_tensors(self._look([vision.checkered_image(self.sight)])).values()
-        ]
+        self.widths = feature_widths(self._look([vision.checkered_image(self.sight)]))
 
     @torch.inference_mode()
     def _look(self, images: list[Image]) -> ImageFeatures:

@@ -48,6 +48,10 @@ class StagedWeights:
             self.tensors[of] = torch.empty_like(self.model.get_parameter(of))
         piece.view(self.tensors[of]).copy_(tensor)
 
+    def after_commit(self, name: str, serving: Tensor) -> Tensor:
+        """What will serve under one of the module's names."""
+        return self.tensors.get(name, serving)
+
     def swap_in(self) -> bool:
         """The module's parameters become the staged tensors; those of another device are copied. -> were any copied?"""
         for name, parameter in self.model.named_parameters():
@@ -78,7 +82,7 @@ class WeightReceiver:
         self._came = False  # all of its data
         self._untouched = False  # since the last begin: what serves is still the old version, whole
         self._awaited: dict[str, TensorInfo] = {}
-        self._staged = StagedWeights(loaded.model)
+        self.staged = StagedWeights(loaded.model)
         # where each of the checkpoint's tensors lies in one of the module's
         self._parts: Mapping[str, tuple[str, names.TensorSlice]] = {}
         self._encoded: EncodedArrival | None = None  # of the update under way, where weights come encoded
@@ -104,7 +108,7 @@ class WeightReceiver:
         if begin.manifest.version < version and not begin.anew:
             raise SyncError(f"version {begin.manifest.version} is older than {version}, which the engine serves")
         self._begun, self._came = begin, False
-        self._staged = StagedWeights(self.loaded.model)
+        self.staged = StagedWeights(self.loaded.model)
         # where each of the checkpoint's tensors lies in the module; empty if the module's own names are asked for
         self._parts = self._encoded.plain_slices() if self._encoded else names.tensor_slices(self.loaded.model, asked)
         self._awaited = {row.name: row for row in begin.manifest.tensors}
@@ -207,7 +211,7 @@ class WeightReceiver:
         if beside:
             check_digest(row, tensor)
             of, piece = self._parts.get(name, (name, None))
-            self._staged.add(of, piece, tensor)
+            self.staged.add(of, piece, tensor)
         elif tensor.data_ptr() != mine[name].data_ptr() or tensor.device != mine[name].device:
             mine[name].copy_(tensor)
             self.bytes_copied += tensor.numel() * tensor.element_size()
@@ -217,12 +221,12 @@ class WeightReceiver:
         begun = self._check_commit(commit)
         if self._encoded is not None:
             self._encoded.swap_in()
-        if not begun.beside or self._staged.swap_in():
+        if not begun.beside or self.staged.swap_in():
             self._compare_manifest(begun.manifest)
         if self._encoded is not None:
             self._held, self._encoded = self._encoded.kept, None
         self.root, self._untouched = commit.root, False
-        self._begun, self._staged = None, StagedWeights(self.loaded.model)
+        self._begun, self.staged = None, StagedWeights(self.loaded.model)
 
     def _check_commit(self, commit: Commit) -> Begin:
         """Raises SyncError unless what has come is what is committed. -> how it was begun."""
@@ -257,9 +261,9 @@ class WeightReceiver:
 
     def drop_update(self) -> bool:
         """Forget the update under way. -> is the old version whole?"""
-        whole = self._untouched and not self._staged.copied
+        whole = self._untouched and not self.staged.copied
         self._encoded = None
-        self._begun, self._staged, self._awaited = None, StagedWeights(self.loaded.model), {}
+        self._begun, self.staged, self._awaited = None, StagedWeights(self.loaded.model), {}
         return whole
 
 
