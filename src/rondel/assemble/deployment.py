@@ -33,7 +33,7 @@ from rondel.assemble.engine_encoder import EngineEncoder
 from rondel.assemble.engine_ranks import EngineRanks, RankSettings, end_process, stay_alive
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment, no_lost_replica
-from rondel.assemble.refusals import refuse_offloaded_reward, refuse_routes_of, refuse_unrepeatable
+from rondel.assemble.refusals import refuse_offloaded_reward, refuse_unrepeatable, refuse_untold_routes
 from rondel.assemble.remote_workers import MOMENT, RemoteEngine, RemoteTrainer, WorkerRole
 from rondel.assemble.worker_devices import cores_per_worker, device_names, format_threads, warn_if_crowded
 from rondel.assemble.workers import (
@@ -56,6 +56,7 @@ from rondel.driver.multi_policy import join_deployments
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.concurrency import ConcurrencyController
 from rondel.generate.engine.foreign import ForeignEngine, ServerDriver
+from rondel.generate.engine.routed_experts import RoutedExperts
 from rondel.generate.engine.router import EngineRouter
 from rondel.generate.engine.sglang import SglangServer
 from rondel.generate.engine.vllm import VllmServer
@@ -465,9 +466,12 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
         return RemoteEngine(start_engine(i), partial(start_engine, i), longest)
 
     elastic = mine and not plan.workers and not job.run.record
-    if not mine:
-        refuse_routes_of(job, known.routers)
-    reach = None if mine else partial(_connect_engine, job, plan.sampling, longest)
+    replays = not mine and job.trainer.routing_replay is not False and bool(known.routers)
+    if replays:
+        refuse_untold_routes(job, known, find_registered("engine", job.engine.kind, ENGINES))
+    reach = (
+        None if mine else partial(_connect_engine, job, plan.sampling, longest, known.told_experts if replays else None)
+    )
     others = {url: reach(url) for url in job.engine.urls} if reach else {}
     if others:
         where += f", which is {job.engine.kind} at {', '.join(others)}"
@@ -596,9 +600,13 @@ def _lead_torchrun(plan: DeploymentPlan, ranks: int, device: str, each: int | No
     return [leader], told
 
 
-def _connect_engine(job: Job, sampling: Sampling, longest: int, url: str) -> ForeignEngine:
+def _connect_engine(
+    job: Job, sampling: Sampling, longest: int, experts: RoutedExperts | None, url: str
+) -> ForeignEngine:
     """An engine of others, asked whether it can carry this run."""
     server = find_registered("engine", job.engine.kind, ENGINES)(url)
+    if experts is not None:
+        server.experts = experts
     if (room := server.open(sampling)) < longest:
         raise ConfigError(
             f"the longest prompt and its answer have {longest} tokens, and {job.engine.kind} at {url} carries {room}: "

@@ -9,6 +9,7 @@ import torch
 
 from rondel.assemble.arithmetic import arithmetic_of
 from rondel.core.media import ImageProcessorConfig
+from rondel.generate.engine.routed_experts import RoutedExperts
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.step_head import StepHead
 
@@ -26,6 +27,7 @@ class ModelInfo:
     dtype: torch.dtype
     fp32_stream: bool = False  # its residual stream, where it computes in 16 bits
     arithmetic: dict[str, str] = field(default_factory=dict)  # what its last bits depend on (assemble/arithmetic.py)
+    told_experts: RoutedExperts | None = None  # how a server tells its routes; None where it cannot
 
     @property
     def weight_bytes(self) -> int:
@@ -44,4 +46,5 @@ class ModelInfo:
             loaded.dtype,
             loaded.fp32_stream,
             arithmetic_of(loaded.device, threads, has_loops=not isinstance(loaded.head, StepHead)),
+            RoutedExperts.of_model(loaded) if loaded.routers else None,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rondel.assemble.format_refusals import refuse_formats
 from rondel.assemble.layer_refusals import refuse_layers
@@ -23,6 +23,7 @@ from rondel.score import has_offload
 if TYPE_CHECKING:
     from rondel.algos.criteria import CriterionBonus
     from rondel.algos.table import Algorithm
+    from rondel.assemble.model_info import ModelInfo
     from rondel.assemble.rows import AlgorithmRows
 
 
@@ -154,12 +155,13 @@ def refuse_without_routes(job: Job) -> None:
         )
 
 
-def refuse_routes_of(job: Job, routers: int) -> None:
-    """What is known of the model once it is loaded."""
-    if routers and job.trainer.routing_replay is not False:
+def refuse_untold_routes(job: Job, known: ModelInfo, driver: Any) -> None:
+    """What is known of a mixture once it is loaded: whether a server of others can tell where it sent tokens."""
+    who = f'engine.kind = "{job.engine.kind}"' if not hasattr(driver, "experts") else "a server"
+    if known.told_experts is None or who != "a server":
         raise ConfigError(
-            f'engine.kind = "{job.engine.kind}" tells no routed experts, and the model has {routers} routers: its '
-            "choices cannot be replayed. "
+            f"{who} tells no routed experts of this model, which has {known.routers} routers: its choices cannot be "
+            "replayed. "
             "Set trainer.routing_replay = false, with algo.correction.kind = 'importance', or use engine.kind = "
             '"builtin"'
         )

@@ -19,6 +19,7 @@ from rondel.core.registry import find_registered
 from rondel.generate.engine.blocks import BLOCK_ENGINE
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.notebook import speculation_of
+from rondel.generate.engine.routed_experts import RoutedExperts
 from rondel.generate.engine.server.engine_service import RequestLimits
 from rondel.generate.engine.server.step_service import DRAWS
 from rondel.models.adapter_bank import AdapterBank
@@ -45,6 +46,7 @@ class ServerSettings:
     name: str = ""
     dtype: str = "auto"
     numerics: str = "fast"
+    routed_experts: bool = False  # of a mixture: record them, for who asks
     device: str = "auto"
     threads: int | None = None
     kv_pages: int | str = "auto"
@@ -70,12 +72,13 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServedEngine:
-    """what: said of it when it listens"""
+    """what: said of it when it listens;  experts: how it tells where tokens went"""
 
     engine: Any  # BuiltinEngine, or a StepwiseEngine
     device: Device
     name: str
     what: str
+    experts: RoutedExperts | None = None
 
 
 def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: ExitStack) -> ServedEngine:
@@ -102,6 +105,10 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
         ranks = made(how, end_process, transports)
         ends.callback(ranks.close, device)
         loaded = ranks.load(model, settings.dtype, device)
+    experts = RoutedExperts.of_model(loaded) if settings.routed_experts else None
+    if settings.routed_experts and experts is None:
+        why = "has routers that cannot be told layer by layer" if loaded.routers else "is dense: it has no routers"
+        raise UserError(f"--enable-return-routed-experts: '{loaded.name}' {why}; leave it out")
     if settings.numerics == "aligned":
         device.call(align_numerics, loaded)
     if settings.numerics == "rounded":
@@ -125,6 +132,7 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
         kv_pages=pages.value,
         max_running=settings.max_running,
         prefill_tokens=settings.prefill_tokens,
+        routes=experts is not None,
         speculation=speculation,
         compiled=device.call(serving_pass, loaded, settings.max_running) if settings.compile else None,
         transports=transports,
@@ -133,7 +141,7 @@ def open_engine(model: str | dict[str, Any], settings: ServerSettings, ends: Exi
     name = _served_name(model, loaded, settings)
     what = f"{name}, {str(loaded.dtype).removeprefix('torch.')} on {device_name}, {pages.value} cache pages"
     adapters = "" if loaded.bank is None or not loaded.bank.served else f", adapters {', '.join(loaded.bank.served)}"
-    return ServedEngine(engine, device, name, what + adapters)
+    return ServedEngine(engine, device, name, what + adapters, experts)
 
 
 def _open_stepwise(
@@ -153,12 +161,14 @@ def _open_stepwise(
         "compile",
         "adapters",
         "kv_pages",
+        "routed_experts",
         *(() if loaded.blocks is not None else ("numerics",)),
     )
     if odd := next((name for name in own if getattr(settings, name) != getattr(plain, name)), None):
-        flag = {"kv_pages": "kv-pages", "adapters": "adapter, --enable-adapters or --training"}.get(odd, odd)
+        flags = {"kv_pages": "kv-pages", "adapters": "adapter, --enable-adapters or --training"}
+        flags |= {"routed_experts": "enable-return-routed-experts"}
         raise UserError(
-            f"--{flag} is of models that write token after token, and '{loaded.name}' does not: leave it out"
+            f"--{flags.get(odd, odd)} is of models that write token after token, and '{loaded.name}' does not: leave it out"
         )
     if isinstance(loaded.head, StepHead) and loaded.head.kind not in DRAWS:
         refuse_step_head(loaded.name, loaded.head)

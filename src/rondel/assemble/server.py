@@ -53,7 +53,7 @@ def service_of(served: ServedEngine, settings: ServerSettings) -> tuple[EngineSe
     if isinstance(served.engine, ContinuousEngine):
         steps = StepService(served.engine, **how)
         return steps, build_step_app(steps)
-    service = GenerationService(served.engine, **how, segment=FromIpc.segment_address)
+    service = GenerationService(served.engine, **how, segment=FromIpc.segment_address, experts=served.experts)
     return service, build_app(service)
 
 

@@ -81,6 +81,13 @@ def run(
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter that clients ask for as a model.")
     ] = None,
+    enable_return_routed_experts: Annotated[
+        bool,
+        typer.Option(
+            "--enable-return-routed-experts",
+            help="Of a mixture: tell which experts tokens went to, where a request asks for it (return_routed_experts).",
+        ),
+    ] = False,
     enable_adapters: Annotated[
         bool, typer.Option("--enable-adapters", help="Adapters may be loaded while it runs (/v1/load_lora_adapter).")
     ] = False,
@@ -154,6 +161,7 @@ def run(
             encoders=encoders,
             drain=drain,
             adapters=_parse_adapters(adapter or [], enable_adapters),
+            routed_experts=enable_return_routed_experts,
             limits=RequestLimits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),
         )
         if not training:

@@ -232,9 +232,14 @@ ROUTERS = (
 )
 
 
+def router_names(model: Any) -> list[str]:
+    """By their names, in the order of the tape."""
+    return [name for name, module in model.named_modules() if type(module).__name__.endswith(ROUTERS)]
+
+
 def install_routing_tape(model: Any) -> int:
     """Make a model's routers listen to the tape. -> how many there are; 0 for a dense model."""
-    routers = [m for m in model.modules() if type(m).__name__.endswith(ROUTERS)]
+    routers = [model.get_submodule(name) for name in router_names(model)]
     mixture = any(type(m).__name__.endswith("Experts") for m in model.modules())
     if not routers and (mixture or expert_count(model.config.get_text_config())):
         raise ModelError(

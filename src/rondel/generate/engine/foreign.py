@@ -23,6 +23,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
+import numpy as np
+
 from rondel.core.errors import EngineError, SyncError, UserError
 from rondel.core.events import stalled_error
 from rondel.core.media import ImagePlaceholder
@@ -50,7 +52,7 @@ AGAIN = 0.5  # seconds after which an interruption is repeated: a request may ha
 
 @dataclass(slots=True)
 class DrawnTokens:
-    """What the server drew at once. `version` is the one that it says it drew with; None if it says nothing."""
+    """What the server drew at once, behind P tokens. `version` is the one that it says it drew with; None if it says nothing."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -58,6 +60,7 @@ class DrawnTokens:
     text: str
     cached: int = 0
     version: str | None = None
+    experts: Any | None = None  # [P + T - 1, L, K] of all tokens but the last
 
 
 class ServerDriver(Protocol):
@@ -68,7 +71,7 @@ class ServerDriver(Protocol):
     blind  why it is sent no images; "" where it sees them
 
     One that can has `async def take_broadcast(self, group, manifest)`, too: join the trainer's group and load what it
-    broadcasts (sync/to_servers.py).
+    broadcasts (sync/to_servers.py). And `experts`, which is set to how it tells routed experts where these are replayed.
     """
 
     name: str
@@ -145,6 +148,9 @@ class ForeignEngine:
             done.logprobs += check_logprobs(self._server_name, piece.tokens, piece.logprobs)
             done.versions += [version] * len(piece.tokens)
             done.text = (done.text or "") + piece.text
+            if piece.experts is not None:  # of what came before it, too, whose own routes stay
+                known = piece.experts[:0] if done.experts is None else done.experts
+                done.experts = np.concatenate([known, piece.experts[len(known) :]])
             done.cached_tokens = done.cached_tokens or piece.cached
             if piece.finish != "abort" or len(done.tokens) >= request.sampling.max_tokens:
                 done.finish_reason = "length" if piece.finish == "abort" else piece.finish
@@ -179,8 +185,9 @@ class ForeignEngine:
         if not request.tokens:
             raise UserError("an empty prompt: a language model needs at least one token to go on from")
         self._check_images(request)
-        if request.wants or request.adapter:
-            asked = ", ".join(sorted(request.wants)) or f"adapter '{request.adapter}'"
+        told = {"experts"} if getattr(self.server, "experts", None) is not None else set()
+        if (wants := request.wants - told) or request.adapter:
+            asked = ", ".join(sorted(wants)) or f"adapter '{request.adapter}'"
             raise UserError(f'{self.server.name} gives no {asked}; engine.kind = "builtin" does')
         plain = Sampling()
         if lacking := [

@@ -20,6 +20,7 @@ from rondel.core.errors import EngineError
 from rondel.core.types import FinishReason, Manifest, Sampling
 from rondel.generate.engine.foreign import DrawnTokens, Media, common_sampling_fields
 from rondel.generate.engine.http import DEADLINE, ServerClient
+from rondel.generate.engine.routed_experts import RoutedExperts
 from rondel.generate.engine.trainer_group import TrainerGroup, described
 from rondel.generate.pictures import run_on_image_thread, url_of
 
@@ -34,6 +35,7 @@ class SglangServer:
     name = "SGLang"
     lacks = frozenset({"grammar", "top_k", "top_p", "min_p"})
     blind = ""
+    experts: RoutedExperts | None = None  # is set where every answer is to tell them
 
     def __init__(self, url: str) -> None:
         self.link = ServerClient(url, remedy=f"is a server running there? {self.__doc__}")
@@ -47,7 +49,18 @@ class SglangServer:
         self, tokens: list[int], media: Media, sampling: Sampling, seed: int, deadline: float | None
     ) -> DrawnTokens:
         body = {"sampling_params": sampling_params(sampling, seed), "return_logprob": True, "rid": uuid4().hex}
-        return drawn_tokens(await self._post_generate(tokens, media, body, deadline))
+        if self.experts is None:
+            return drawn_tokens(await self._post_generate(tokens, media, body, deadline))
+        reply = await self._post_generate(tokens, media, body | {"return_routed_experts": True}, deadline)
+        drawn = drawn_tokens(reply)
+        if (told := reply["meta_info"].get("routed_experts")) is not None:
+            drawn.experts = self.experts.decode(told, len(tokens) + len(drawn.tokens), f"{self.link.url}/generate")
+        elif drawn.finish != "abort":
+            raise EngineError(
+                f"{self.link.url}/generate tells no routed experts, and the trainer is to send tokens where the engine sent "
+                "them: start the server with --enable-return-routed-experts, or set trainer.routing_replay = false"
+            )
+        return drawn
 
     async def score(self, tokens: list[int], media: Media) -> list[float]:
         """Raw: temperature 1, over the prompt. One token has to be drawn with it."""

@@ -67,7 +67,13 @@ def read_generate(f: RequestFields, service: GenerationService) -> NativeReply:
     for unknown in ("token_ids_logprob", "video_data", "audio_data", "session_params", "input_embeds"):
         f.allow_only(unknown)
     f.allow_only("return_hidden_states", False)
-    f.allow_only("return_routed_experts", False)
+    if f.read_flag("return_routed_experts"):
+        if service.experts is None:
+            raise f.field_error(
+                "return_routed_experts",
+                "this server records none: of a mixture of experts start it with --enable-return-routed-experts",
+            )
+        asked.wants |= {"experts"}
     f.refuse_unknown_fields()
     return NativeReply(service, asked, logprobs, many or asked.n > 1)
 
@@ -136,6 +142,8 @@ class NativeReply:
         }
         if a.completion:
             meta["e2e_latency"] = a.completion.timings.get("total", 0.0)
+            if ends and self.service.experts is not None and a.completion.experts is not None:
+                meta["routed_experts"] = self.service.experts.encode(a.completion.experts)
         if self.logprobs:
             meta["output_token_logprobs"] = [[lp, t, None] for lp, t in zip(a.logprobs, tokens)]
             if self.asked.top:

@@ -27,6 +27,7 @@ from rondel.text.tokenization import special_tokens
 if TYPE_CHECKING:
     from rondel.generate.engine.blocks.engine import BlockEngine
     from rondel.generate.engine.builtin.engine import BuiltinEngine
+    from rondel.generate.engine.routed_experts import RoutedExperts
     from rondel.generate.engine.server.chat_fields import OfferedTools
 
 
@@ -72,8 +73,11 @@ class GenerationService(EngineService):
         limits: RequestLimits,
         api_key: str = "",
         segment: Callable[[str, int, int], Any] | None = None,
+        experts: RoutedExperts | None = None,
     ) -> None:
-        """`segment(path, size, number)`: a piece of others' memory, as the engine's transport "ipc" opens it."""
+        """`segment(path, size, number)`: a piece of others' memory, as the engine's transport "ipc" opens it. `experts`:
+        how to tell where tokens went, of an engine that records it.
+        """
         super().__init__(
             engine,
             run=run,
@@ -81,7 +85,7 @@ class GenerationService(EngineService):
             limits=limits.with_body(64 if engine.loaded.sight else 4),
             api_key=api_key,
         )
-        self.segment = segment
+        self.segment, self.experts = segment, experts
         self.groups: dict[str, Any] = {}  # of trainers that broadcast weights, by name
         # the engine decodes with its own; the two must not share a borrow
         self.tokenizer = copy.deepcopy(engine.loaded.tokenizer)
