@@ -59,14 +59,26 @@ def test_any_mesh_has_the_gradient_of_one_rank(ranks, mesh, kind):
             assert apart(got, whole) <= 1e-6
 
 
-@pytest.mark.parametrize("mesh", covering([CP, Mesh(shards=2, cp=2), TP, Mesh(shards=2, tp=2)], [CP, TP]), ids=str)  # shards over cp, too
+@pytest.mark.parametrize(
+    "mesh", covering([CP, Mesh(shards=2, cp=2), TP, Mesh(shards=2, tp=2)], [CP, TP]), ids=str
+)  # shards over cp, too
 def test_steps_end_where_one_rank_ends(ranks, mesh, tmp_path):
-    """Metrics, masters, and what is published; a checkpoint of the mesh resumes on one rank, and the reverse."""
+    """Metrics, masters, and what is published; a checkpoint of the mesh resumes on one rank, and the reverse, and on the
+    same mesh bit for bit.
+    """
     algo, alone, every = row("grpo"), Rank(0), ranks(mesh)
     how = {"lr": 1e-3, "micro_tokens": 12, "updates_per_step": 2, "start_probe": 4}
     alone.make("videos", algo=algo, **how)
     every.make("videos", algo=algo, **how)
     end_alike(alone, every, algo, lambda n: batch(rollouts("videos", n), algo), tmp_path, exact=True)
+    every.save(tmp_path / "again")
+    every.step(batch(rollouts("videos", 9), algo), algo)
+    straight = every.masters()
+    every.load(tmp_path / "again")
+    every.step(batch(rollouts("videos", 9), algo), algo)
+    np.testing.assert_array_equal(every.masters(), straight)
+    alone.load(tmp_path / "again")
+    alone.step(batch(rollouts("videos", 9), algo), algo)
     tokens = [5, 40, 9, 7]
     assert every.logprobs(tokens) == [pytest.approx(alone.logprobs(tokens), abs=1e-4)] * mesh.world
     hand_over(every, 1)
@@ -88,7 +100,8 @@ def test_what_cannot_be_cut_is_refused(ranks, mesh, kind, said):
 
 
 @pytest.mark.parametrize(
-    ("place", "axis"), covering([("split", "cp"), ("shared", "cp"), ("split", "tp")], [("split", "cp"), ("split", "tp")])
+    ("place", "axis"),
+    covering([("split", "cp"), ("shared", "cp"), ("split", "tp")], [("split", "cp"), ("split", "tp")]),
 )
 def test_a_run_of_videos_over_a_mesh(tmp_path, place, axis):
     """Flow matching, then RL: the points that engines draw have the densities that the mesh computes for them."""

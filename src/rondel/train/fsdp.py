@@ -177,7 +177,9 @@ class FsdpRank(SingleRank):
         """The same of a model that draws points, whose samples are no rows of tokens."""
         mesh, model = self.mesh, loaded.model
         if mesh.pp * mesh.ep > 1:
-            raise ConfigError(f"place.mesh = {mesh}: a {model.config.model_type} has no stages or experts; leave pp and ep out")
+            raise ConfigError(
+                f"place.mesh = {mesh}: a {model.config.model_type} has no stages or experts; leave pp and ep out"
+            )
         if mesh.overlap:
             raise ConfigError(
                 f"place.mesh = {mesh}: of a {model.config.model_type} the rows between the parts of a layer lie whole on "
