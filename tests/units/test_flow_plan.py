@@ -21,7 +21,7 @@ from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 from rondel.core.mesh import Mesh
 from rondel.models.collectives import computed_again
-from rondel.models.flow.cut_blocks import cut_blocks
+from rondel.models.flow.block_cuts import cut_blocks
 from rondel.models.flow.velocity_dit import FlowDit, FlowDitConfig
 from rondel.models.flow.video_dit import FlowVideo, FlowVideoConfig
 from rondel.planner import flow_cost

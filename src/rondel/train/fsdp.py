@@ -226,7 +226,14 @@ class FsdpRank(SingleRank):
             model.float()
         if self.tensor is not None:
             names.checkpoint_pieces(model)  # of whole tensors, asked for before they are cut
-            self._cuts[model] = self._cut_over_tp(loaded, layers)
+            if isinstance(loaded.head, StepHead):
+                self._cuts[model] = loaded.head.cut_over(self.tensor)
+            else:
+                own = None if layers is None else layers.own_runs
+                apart = [] if self.experts is None else expert_parameters(model)
+                self._cuts[model] = cut_model(
+                    model, self.tensor, sequence=self.mesh.sp, overlap=self.mesh.overlap, runs=own, apart=apart
+                )
         if self.experts is not None:
             names.checkpoint_pieces(model)
             self._expert_cuts[model] = cut_experts(model, self.experts, self.tensor)
@@ -265,15 +272,6 @@ class FsdpRank(SingleRank):
             self._stages[model] = PipelineStage(model, layers, self.link, stream)
         model.enter_pass = MethodType(_forward_root, model)
         register_fsdp_forward_method(model, "enter_pass")
-
-    def _cut_over_tp(self, loaded: LoadedModel, layers: StageLayers | None) -> TensorCuts:
-        assert self.tensor is not None
-        if isinstance(loaded.head, StepHead):
-            return loaded.head.cut_over(self.tensor)
-        own = None if layers is None else layers.own_runs
-        apart = [] if self.experts is None else expert_parameters(loaded.model)
-        how: dict[str, Any] = {"sequence": self.mesh.sp, "overlap": self.mesh.overlap}
-        return cut_model(loaded.model, self.tensor, runs=own, apart=apart, **how)
 
     def _fill(self, loaded: LoadedModel, part: nn.Module, dtype: torch.dtype, layers: StageLayers | None) -> None:
         """Read the weights of a part of a model whose weights are still in its checkpoint, each as it lies here: spread

@@ -11,7 +11,7 @@ from torch import Tensor
 from rondel.core.continuous_steps import SCALARS
 from rondel.core.errors import ConfigError
 from rondel.models.collectives import RankGroup
-from rondel.models.flow.cut_blocks import cut_blocks
+from rondel.models.flow.block_cuts import cut_blocks
 from rondel.models.flow.patch_transformer import PatchTransformer
 from rondel.models.flow.token_share import TokenShare
 from rondel.models.flow.transition import (
