@@ -23,8 +23,8 @@ formula      the same by the sum of what each axis moves, L layers of two parts,
              ep       4 k L T D (n-1)/n and experts over shards · cp · tp / n     k rows of each token to its experts and
                       back, in both passes: where the router sends tokens evenly, which an untrained one does not quite
              Left out: what data ranks tell each other of their tokens, and sums of norms whose matrices are cut: below 1 %.
-             Of a row without a critic. Of flow_video, whose samples lie over cp, that of `rondel plan`
-             (planner/flow_cost.py).
+             Of a row without a critic. Of flow_video, whose samples lie over cp and whose modulations tp leaves whole, that
+             of `rondel plan` (planner/flow_cost.py), `held` as well.
 All ranks are processes of this machine over gloo: their speed says little of devices, and is measured on request alone,
 
     rondel bench mesh --meshes tp=2 tp=2,overlap=true --families llama --rows grpo --hidden 512 --pairs 12
@@ -209,7 +209,7 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
                 if mesh.ep > 1 and "num_experts" not in MODELS[family]:
                     continue  # a dense model has nothing that could lie apart
                 if mesh.pp * mesh.chunks > MODELS[family]["num_hidden_layers"] or (
-                    family == FLOW and mesh.pp * mesh.tp * mesh.ep > 1
+                    family == FLOW and mesh.pp * mesh.ep * (1 + mesh.overlap) > 1
                 ):
                     continue
                 every("make", _spec(family), algo)
@@ -228,7 +228,7 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
                     "moved_in_parts": round(moved[60]),
                 }
                 if family == FLOW:
-                    cell["formula"] = round(_flow_formula(mesh, family, batch))
+                    cell["planned"], cell["formula"] = _flow_formulas(mesh, family, batch)
                 elif family in FORMULAS and name not in ("ppo", "reinforce_pp"):
                     size, counted = MODELS[family], (tokens, batch.total_tokens)
                     cell["formula"] = round(bytes_of_axes(mesh, size, *counted, _shared(mesh, batch, size)))
@@ -288,8 +288,10 @@ def _shared(mesh: Any, batch: Any, size: dict[str, Any]) -> int:
     return sum(dealing.shared_tokens for dealing in dealt)
 
 
-def _flow_formula(mesh: Any, family: str, batch: Any) -> float:
-    """The same of a flow, of one micro-batch that has the steps of all its samples, mean over the ranks."""
+def _flow_formulas(mesh: Any, family: str, batch: Any) -> tuple[int, int]:
+    """Bytes that a rank of a flow holds, and receives of one micro-batch that has the steps of all its samples, mean over
+    the ranks.
+    """
     from dataclasses import replace
 
     from rondel.planner import flow_cost
@@ -300,7 +302,8 @@ def _flow_formula(mesh: Any, family: str, batch: Any) -> float:
     one = FlowWorkload(flow_shape(_spec(family)), find_hardware("h100"), mesh=mesh, prompts=1, group=1, output=1)
     one = replace(one, micro=10**9)
     steps = batch.total_tokens / mesh.data
-    return steps * flow_cost.context_bytes(one, mesh) + flow_cost.shard_bytes(one, mesh)
+    inside = flow_cost.context_bytes(one, mesh) + flow_cost.tensor_bytes(one, mesh)
+    return round(16 * flow_cost.held_numbers(one, mesh)), round(steps * inside + flow_cost.shard_bytes(one, mesh))
 
 
 if __name__ == "__main__":

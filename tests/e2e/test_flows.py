@@ -215,7 +215,16 @@ def test_digits_are_drawn_and_shown(tmp_path, capsys):
         ),
         ({"model__adapter__kind": "lora"}, "adapter"),
         ({"model__path": "smollm2-135m"}, "writes tokens"),
-        ({"place__kind": "split", "place__mesh": {"tp": 2}}, "in replicas, shards, cp; leave tp out"),
+        ({"place__kind": "split", "place__mesh": {"pp": 2}}, "in replicas, shards, cp, tp; leave pp out"),
+        ({"place__kind": "split", "place__mesh": {"tp": 2}}, "no attention heads that ranks could share"),
+        (
+            {
+                "place__kind": "split",
+                "place__mesh": {"tp": 2, "sp": True},
+                "model__path": {"random": "flow_dit", "dim": 4},
+            },
+            "leave overlap and sp out",
+        ),
         ({"place__kind": "split", "place__mesh": {"cp": 2}}, "no tokens that ranks could share"),
         ({"engine__numerics": "aligned"}, "engine.numerics"),
         ({"model__dtype": "bfloat16"}, "need float32"),

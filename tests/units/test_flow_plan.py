@@ -20,6 +20,8 @@ from rondel.cli import main
 from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 from rondel.core.mesh import Mesh
+from rondel.models.collectives import computed_again
+from rondel.models.flow.block_cuts import cut_blocks
 from rondel.models.flow.velocity_dit import FlowDit, FlowDitConfig
 from rondel.models.flow.video_dit import FlowVideo, FlowVideoConfig
 from rondel.planner import flow_cost
@@ -58,12 +60,27 @@ def test_weights_and_arithmetic_are_those_of_the_model(kind, sizes):
     assert 0.97 * counts <= both <= counts
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_layer_keeps_what_the_plan_says(shared):
+class OneOfTwo:
+    """A rank of tp whose sums are its own share; it counts what it would receive of the other."""
+
+    index, size = 0, 2
+
+    def __init__(self):
+        self.received = 0
+
+    def all_reduce(self, x):
+        self.received += x.nbytes  # 2 (n - 1) / n of it
+        return x
+
+
+@pytest.mark.parametrize(("shared", "tp"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_a_layer_keeps_what_the_plan_says(shared, tp):
     """Bytes of distinct storages that autograd saves of a token, with one layer more."""
 
     def kept(layers: int) -> int:
         model, found = plain("flow_video", VIDEO | {"num_hidden_layers": layers}), {}
+        if tp == 2:
+            cut_blocks(model, OneOfTwo())
         weights = {p.untyped_storage()._cdata for p in model.parameters()}
 
         def pack(t):
@@ -84,7 +101,22 @@ def test_a_layer_keeps_what_the_plan_says(shared):
     shape = flow_shape({"random": "flow_video", **VIDEO})
     each = (kept(3) - kept(2)) / 4 / 2
     steering = 8 * shape.hidden + 20  # of a sample and not of a token
-    assert each - steering <= shape.tokens * shape.kept_numbers(shared=shared) <= each
+    assert each - steering <= shape.tokens * shape.kept_numbers(shared=shared, tp=tp) <= each
+
+
+@pytest.mark.parametrize("recompute", ["none", "layers"])
+def test_sums_of_tp_and_weights_of_a_rank_are_those_of_the_plan(recompute):
+    """Of a pass of one layer, then another; the weights by name."""
+    model, ranks, mesh = plain("flow_video", VIDEO), OneOfTwo(), Mesh(tp=2)
+    cut_blocks(model, ranks)
+    steer, hidden = torch.randn(3, 96), torch.randn(3, model.token_count, 96, requires_grad=True)
+    for layer in model.layers:
+        again = recompute == "layers"
+        hidden = computed_again(layer, hidden, steer, model.turns()) if again else layer(hidden, steer, model.turns())
+    hidden.square().sum().backward()
+    asked = setting(mesh=mesh, gpus=2, prompts=1, group=1, output=3, micro=10**9, recompute=recompute)
+    assert ranks.received == flow_cost.tensor_bytes(asked, mesh)
+    assert flow_cost.held_numbers(asked, mesh) == sum(p.numel() for p in model.parameters())
 
 
 def setting(**more) -> FlowWorkload:
@@ -93,12 +125,15 @@ def setting(**more) -> FlowWorkload:
 
 
 def test_a_layout_is_told_to_run_or_marked():
-    """Those of shards, replicas and cp run; what is cut by tp or pp is planned and marked."""
+    """Those of shards, replicas, cp and tp run; what is cut by pp is planned and marked."""
     wide = setting().on_devices(gpus=16, place="split", trainers=8)
     rows = flow_cost.flow_layouts(wide)
     assert {row.mesh.world for row in rows} == {8} and len(rows) == len({row.mesh for row in rows})
-    assert all(row.is_supported == (row.mesh.tp == row.mesh.pp == 1) for row in rows)
+    assert all(row.is_supported == (row.mesh.pp == 1) for row in rows)
     assert {row.is_supported for row in rows} == {True, False} and any(row.mesh.cp == 8 for row in rows)
+    assert {row.mesh.tp for row in rows} == {1, 2, 4}  # it has four heads
+    again = replace(wide, mesh=Mesh(cp=4, tp=2)).on_devices(trainers=12, gpus=24)
+    assert str(again.mesh) == str(Mesh(shards=2, cp=3, tp=2))
     told = make_flow_plan(wide)
     assert told["layouts"][0]["mesh"] == str(wide.mesh) and not told["layouts"][-1]["exists"]
 

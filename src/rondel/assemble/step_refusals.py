@@ -36,7 +36,7 @@ Rules = list[tuple[bool, str]]
 
 def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     """ConfigError where model.path is a flow and the rest of the recipe is not, or the other way round."""
-    kind = job.task.env_kind
+    kind, mesh = job.task.env_kind, job.place.mesh
     closed = any("ref_means" in row.needs for row in rows.all_rows)
     if not is_flow(job.model.path):
         if closed:
@@ -52,13 +52,21 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         return
     rules = [
         (kind == "flow" or kind not in ENV_TABLES, f'task.env = "{kind}" reads text: set task.env = "flow"'),
-        *refusals_of_steps(job, rows, "flow_grpo, ddrl or grpo", axes=("replicas", "shards", "cp")),
+        *refusals_of_steps(job, rows, "flow_grpo, ddrl or grpo", axes=("replicas", "shards", "cp", "tp")),
         (
-            job.place.mesh.cp == 1 or model_type_of(job.model.path) != FLOW_MLP,
-            f"place.mesh has cp = {job.place.mesh.cp}: a {FLOW_MLP} has no tokens that ranks could share; leave cp out",
+            mesh.cp == 1 or model_type_of(job.model.path) != FLOW_MLP,
+            f"place.mesh has cp = {mesh.cp}: a {FLOW_MLP} has no tokens that ranks could share; leave cp out",
         ),
         (
-            job.place.mesh.cp == 1 or not closed,
+            mesh.tp == 1 or model_type_of(job.model.path) != FLOW_MLP,
+            f"place.mesh has tp = {mesh.tp}: a {FLOW_MLP} has no attention heads that ranks could share; leave tp out",
+        ),
+        (
+            not mesh.overlap and not (mesh.tp > 1 and mesh.sp and "sp" in mesh.model_fields_set),
+            "the rows between the parts of a layer lie whole on every rank of tp: leave overlap and sp out",
+        ),
+        (
+            mesh.cp == 1 or not closed,
             'algo.kl.kind = "closed_form" compares whole points, which the ranks of cp cut up: use k3, or leave cp out',
         ),
     ]

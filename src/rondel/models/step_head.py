@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from rondel.models.collectives import RankGroup
     from rondel.models.packed_steps import PackedSteps
+    from rondel.models.tensor_cuts import TensorCuts
 
 
 class StepHead:
@@ -40,6 +41,13 @@ class StepHead:
                 f"place.mesh has cp = {ranks.size}, and a {self.kind} has no tokens to share: leave cp out"
             )
         return self
+
+    def cut_over(self, ranks: RankGroup) -> TensorCuts:
+        """Keep this rank's part of every matrix of the model that can be cut, in place. ConfigError where none can."""
+        raise ConfigError(
+            f"place.mesh has tp = {ranks.size}, and a {self.model.config.model_type} has no attention heads to share: "
+            "leave tp out"
+        )
 
     @property
     def step_tokens(self) -> int:

@@ -89,7 +89,7 @@ def cut_model(
         for part_name, part in block.named_children():
             own = {n: cut for n, cut in planned.items() if n.startswith(f"{name}.{part_name}.")}
             if own or any(n.startswith(f"{prefix}{name}.{part_name}.") for n in apart):
-                _cut_part(decoder, part, own, ranks)
+                cut_part(decoder, part, own, ranks)
                 if overlap and (products := ring_products(part, _cuts_inside(own, f"{name}.{part_name}"))):
                     install_ring(part, products, ranks, functools.partial(_runs, ranks))
                 else:
@@ -233,7 +233,10 @@ def _shares_keys(config: Any, name: str, tp: int) -> bool:
 # -- cutting -------------------------------------------------------------------------------------
 
 
-def _cut_part(decoder: Any, part: nn.Module, cuts: dict[str, ShardCut], ranks: RankGroup) -> None:
+def cut_part(decoder: Any, part: nn.Module, cuts: dict[str, ShardCut], ranks: RankGroup) -> None:
+    """Keep this rank's pieces of parameters, by the names that they have in `decoder`, in place. What multiplies own columns
+    adds a share of its bias, so that the sum over the ranks has it once.
+    """
     for name, cut in cuts.items():
         owner_name, _, own = name.rpartition(".")
         owner = decoder.get_submodule(owner_name)

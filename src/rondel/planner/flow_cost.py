@@ -2,10 +2,12 @@
 
 n ranks of shards · cp · M denoising steps of a pass · m passes of an update · P tokens of a sample, W width, L layers
 
-state        16·N / n                            weights, gradients and two moments in float32, N numbers
+state        16·N / n                            weights, gradients and two moments in float32, N numbers that a rank of tp has
 activations  M·P / cp times what a layer keeps of a token (flow_shape.py)
 cp           3·m·M·L·(cp - 1) / cp · 2·P·W·4     keys and values: gathered in the forward and in the backward pass, their
-             gradient scattered; 4 in the place of 3 where layers are computed again
+             gradient scattered; 4 in the place of 3 where layers are computed again; / tp
+tp           4·m·M·L·2·(tp - 1) / tp · P / cp·W·4   two sums of whole rows a layer, forward and backward; 6 in the place of
+             4 where layers are computed again
 """
 
 from __future__ import annotations
@@ -19,9 +21,6 @@ from rondel.planner.flow_workload import FlowWorkload
 from rondel.planner.memory import PHASES, MemoryBill, nonempty_rows
 from rondel.planner.resolve import BUCKET, COMMIT, SPARE
 from rondel.planner.traffic import context_traffic, pipeline_bubble, powers_of_two, sharded_traffic, tensor_traffic
-
-RUN = ("replicas", "shards", "cp")  # axes along which a flow is trained; the others are planned and marked
-
 
 # -- memory ------------------------------------------------------------------------------------------
 
@@ -37,30 +36,41 @@ def flow_memory_bills(setting: FlowWorkload) -> list[MemoryBill]:
 def trainer_rows(setting: FlowWorkload) -> dict[str, dict[str, float]]:
     """Bytes of one device that trains, {tenant: {phase: bytes}}."""
     s, mesh, steps = setting.shape, setting.mesh, setting.pass_steps
-    n, numbers = mesh.world / mesh.replicas, s.parameter_count * WIDTH
+    held, tokens = WIDTH * held_numbers(setting, mesh), s.tokens / mesh.cp
     again, shared = setting.recompute == "layers", mesh.cp > 1
-    cut, tokens = mesh.tp * mesh.pp, s.tokens / mesh.cp
-    kept = s.activation_bytes(recompute=again, shared=shared)
+    kept = s.activation_bytes(recompute=again, shared=shared, tp=mesh.tp)
     rows = {
-        "policy weights": dict.fromkeys(PHASES, numbers / n),
-        "gradients": dict.fromkeys(PHASES, numbers / n),
-        "moments": dict.fromkeys(PHASES, 2 * numbers / n),
-        "starting weights": dict.fromkeys(PHASES, numbers / n),
+        "policy weights": dict.fromkeys(PHASES, held),
+        "gradients": dict.fromkeys(PHASES, held),
+        "moments": dict.fromkeys(PHASES, 2 * held),
+        "starting weights": dict.fromkeys(PHASES, held),
         "activations": {
-            "train": kept * tokens * steps / cut,
-            "logprob": WIDTH * s.kept_numbers(shared=shared) * tokens * steps / cut,
+            "train": kept * tokens * steps / mesh.pp,
+            "logprob": WIDTH * s.kept_numbers(shared=shared, tp=mesh.tp) * tokens * steps / mesh.pp,
         },
         # whole on every rank; where tokens are shared, the own ones of both points once more
         "points": dict.fromkeys(("train", "logprob"), WIDTH * steps * (2 * s.dim + 4 + shared * 2 * s.dim / mesh.cp)),
     }
-    if n > 1:
-        whole = WIDTH * (s.root_parameters + 2 * s.layer_parameters) / cut
+    if mesh.world > mesh.replicas:
+        whole = WIDTH * (s.root_parameters / mesh.pp + 2 * _layer_numbers(setting, mesh))
         rows["gathered layers"] = dict.fromkeys(("train", "logprob"), whole)
     if shared:
         rows["gathered keys"] = {
             phase: times * s.gathered_bytes * steps / mesh.tp for phase, times in (("logprob", 1), ("train", 2))
         }
     return rows
+
+
+def held_numbers(setting: FlowWorkload, mesh: Mesh) -> float:
+    """Weights of one rank: its shard of what is whole on the ranks of tp, and of its part of what they divide."""
+    s = setting.shape
+    return (s.layers * _layer_numbers(setting, mesh) + s.root_parameters) / (mesh.pp * mesh.shards * mesh.cp)
+
+
+def _layer_numbers(setting: FlowWorkload, mesh: Mesh) -> float:
+    """Weights of one layer, without shards."""
+    s = setting.shape
+    return s.layer_parameters - s.cut_parameters * (1 - 1 / mesh.tp)
 
 
 def engine_rows(setting: FlowWorkload) -> dict[str, dict[str, float]]:
@@ -91,7 +101,7 @@ def draw_seconds(setting: FlowWorkload) -> float:
 
 
 def pass_seconds(setting: FlowWorkload, mesh: Mesh) -> float:
-    """Forward and backward of one pass of one rank."""
+    """Forward and backward of one pass of one rank; entry, exit and modulations as if tp and pp divided them, too."""
     again, shared = setting.recompute == "layers", mesh.cp > 1
     flops = setting.pass_steps * setting.shape.train_flops(recompute=again, shared=shared)
     return flops / (mesh.cp * mesh.tp * mesh.pp) / flops_a_second(setting)
@@ -106,8 +116,7 @@ def forward_only_seconds(setting: FlowWorkload, mesh: Mesh) -> float:
 
 def update_seconds(setting: FlowWorkload, mesh: Mesh) -> float:
     """AdamW is bound by memory: all of a rank's state, in and out."""
-    ranks = mesh.world / mesh.replicas
-    return 2 * 4 * WIDTH * setting.shape.parameter_count / ranks / setting.hardware.bandwidth
+    return 2 * 4 * WIDTH * held_numbers(setting, mesh) / setting.hardware.bandwidth
 
 
 def train_seconds(setting: FlowWorkload) -> float:
@@ -127,10 +136,19 @@ def context_bytes(setting: FlowWorkload, mesh: Mesh) -> float:
     return times * s.layers / mesh.pp * context_traffic(mesh.cp, setting.pass_steps * s.gathered_bytes / mesh.tp)
 
 
+def tensor_bytes(setting: FlowWorkload, mesh: Mesh) -> float:
+    """What a rank receives in one pass with a gradient for the sums of tp: of whole rows behind attention and MLP, and of
+    their gradients before both. Left out: two biases a layer, once an update.
+    """
+    s, times = setting.shape, 4 + 2 * (setting.recompute == "layers")
+    rows = setting.pass_steps * s.tokens / mesh.cp * s.hidden * WIDTH
+    return times * s.layers / mesh.pp * tensor_traffic(mesh.tp, rows)
+
+
 def shard_bytes(setting: FlowWorkload, mesh: Mesh) -> float:
     """Weights and gradients that a rank receives in an update, with those of its copies on other replicas."""
-    s, cut = setting.shape, mesh.tp * mesh.pp
-    layers, root = s.layers * s.layer_parameters / cut, s.root_parameters / cut
+    s = setting.shape
+    layers, root = s.layers * _layer_numbers(setting, mesh) / mesh.pp, s.root_parameters / mesh.pp
     ranks = mesh.shards * mesh.cp
     over = sharded_traffic(layers, root, ranks=ranks, micro_batches=setting.passes, width=WIDTH)
     return over + setting.passes * tensor_traffic(mesh.replicas, WIDTH * (layers + root) / ranks)
@@ -150,7 +168,7 @@ class FlowLayout:
     @property
     def is_supported(self) -> bool:
         """Whether Rondel trains a flow in it."""
-        return self.mesh.tp == self.mesh.pp == self.mesh.ep == 1
+        return self.mesh.pp == self.mesh.ep == 1
 
     @property
     def name(self) -> str:
@@ -170,7 +188,7 @@ def _meshes(setting: FlowWorkload) -> Iterator[Mesh]:
         for pp in powers_of_two(min(devices // tp, s.layers)):
             for cp in powers_of_two(min(devices // (tp * pp), s.tokens)):
                 data = devices // (tp * pp * cp)
-                if data * tp * pp * cp != devices or s.heads % tp:
+                if data * tp * pp * cp != devices or s.heads % tp or s.inner % tp:
                     continue
                 for replicas in powers_of_two(data):
                     if data % replicas == 0:
@@ -184,8 +202,7 @@ def make_layout(setting: FlowWorkload, mesh: Mesh) -> FlowLayout:
     rows = trainer_rows(setting)
     memory = max(sum(row.get(phase, 0.0) for row in rows.values()) for phase in PHASES)
     own_tokens = setting.pass_steps * s.tokens / mesh.cp
-    inside = setting.passes * context_bytes(setting, mesh)
-    inside += setting.passes * 4 * s.layers / pp * tensor_traffic(mesh.tp, own_tokens * s.hidden * WIDTH)
+    inside = setting.passes * (context_bytes(setting, mesh) + tensor_bytes(setting, mesh))
     over = shard_bytes(setting, mesh)
     over += setting.passes * 2 * own_tokens * s.hidden * WIDTH if pp > 1 else 0.0
     bubble = pipeline_bubble(pp, setting.passes)

@@ -135,13 +135,20 @@ def suggest_changes(setting: FlowWorkload) -> Iterator[tuple[str, FlowWorkload]]
     if setting.trained_steps > 1:
         every = setting.every * 2
         yield f"task.env.every = {every}: half as many steps are trained", replace(setting, every=every)
-    if 2 * setting.mesh.cp <= setting.shape.tokens:
-        mesh = replace(setting.mesh, cp=2 * setting.mesh.cp)
-        more = mesh.world - setting.mesh.world
-        wider = replace(
-            setting, mesh=mesh, gpus=setting.gpus + more, trainers=setting.trainers + more if setting.split else 0
-        )
-        yield f"place.mesh = {mesh}: twice the devices that train, each with half of a sample's tokens", wider
+    s, now = setting.shape, setting.mesh
+    for possible, mesh, what in (
+        (2 * now.cp <= s.tokens, replace(now, cp=2 * now.cp), "half of a sample's tokens"),
+        (
+            (s.heads % (2 * now.tp), s.inner % (2 * now.tp)) == (0, 0),
+            replace(now, tp=2 * now.tp),
+            "half of the heads it had",
+        ),
+    ):
+        more = mesh.world - now.world
+        trainers = setting.trainers + more if setting.split else 0
+        if possible:
+            wider = replace(setting, mesh=mesh, gpus=setting.gpus + more, trainers=trainers)
+            yield f"place.mesh = {mesh}: twice the devices that train, each with {what}", wider
 
 
 def advice_sentences(setting: FlowWorkload) -> list[str]:

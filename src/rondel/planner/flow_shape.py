@@ -52,6 +52,12 @@ class FlowShape:
         return 10 * w * w + 2 * w * f + 11 * w + f
 
     @property
+    def cut_parameters(self) -> int:
+        """Of a layer those that tp divides: 4·W² + 2·W·F of the products, and the biases of q, k, v and up."""
+        w, f = self.hidden, self.inner
+        return 4 * w * w + 2 * w * f + 3 * w + f
+
+    @property
     def root_parameters(self) -> int:
         """Of what is in no layer: prompts, noise level, patches in and out, places, the last modulation."""
         w, n = self.hidden, self.numbers
@@ -88,17 +94,16 @@ class FlowShape:
         times = (3.0 + recompute, 3.5 + recompute + shared)
         return times[0] * self.product_flops + times[1] * self.attention_flops
 
-    def kept_numbers(self, *, shared: bool) -> int:
-        """That one layer keeps of a token for its backward pass: 15·W + 2·F + H + 4, or with shared tokens, whose
-        keys and values are gathered again, 12·W + 2·F + 4.
+    def kept_numbers(self, *, shared: bool, tp: int = 1) -> float:
+        """That one layer keeps of a token for its backward pass: 8·W + 4 + (7·W + 2·F + H) / tp, or with shared tokens,
+        whose keys and values are gathered again, 8·W + 4 + (4·W + 2·F) / tp.
         """
-        if shared:
-            return 12 * self.hidden + 2 * self.inner + 4
-        return 15 * self.hidden + 2 * self.inner + self.heads + 4
+        inside = 4 * self.hidden + 2 * self.inner if shared else 7 * self.hidden + 2 * self.inner + self.heads
+        return 8 * self.hidden + 4 + inside / tp
 
-    def activation_bytes(self, *, recompute: bool, shared: bool) -> float:
+    def activation_bytes(self, *, recompute: bool, shared: bool, tp: int = 1) -> float:
         """Of a token in a pass with a gradient: of all layers; with `recompute` their inputs, and one layer at a time."""
-        each = self.kept_numbers(shared=shared)
+        each = self.kept_numbers(shared=shared, tp=tp)
         return WIDTH * (self.layers * self.hidden + each if recompute else self.layers * each)
 
     @property

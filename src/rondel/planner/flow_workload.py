@@ -134,7 +134,7 @@ class FlowWorkload:
         return "denoising steps"
 
     def on_devices(self, **more: Any) -> FlowWorkload:
-        """The same on other devices; those that train are shards beside the cp of the mesh, as far as they divide."""
+        """The same on other devices; those that train are shards beside the tp and cp of the mesh, as far as they divide."""
         found = replace(self, **more)
         if found.split and not 0 < found.trainers < found.gpus:
             if found.gpus < 2:
@@ -142,10 +142,11 @@ class FlowWorkload:
             found = replace(found, trainers=max(1, found.gpus // 2))
         if found.train_devices == found.mesh.world:
             return found
-        cp = self.mesh.cp
-        while found.train_devices % cp:
+        left, cp = found.train_devices, self.mesh.cp
+        tp = self.mesh.tp if left % self.mesh.tp == 0 else 1  # it must divide the heads, too
+        while left // tp % cp:
             cp -= 1
-        return replace(found, mesh=Mesh(shards=found.train_devices // cp, cp=cp))
+        return replace(found, mesh=Mesh(shards=left // (tp * cp), cp=cp, tp=tp))
 
 
 def flow_of_job(job: Job, device: str = "") -> FlowWorkload:

@@ -176,10 +176,14 @@ class FsdpRank(SingleRank):
     def _shard_steps(self, loaded: LoadedModel) -> LoadedModel:
         """The same of a model that draws points, whose samples are no rows of tokens."""
         mesh, model = self.mesh, loaded.model
-        if mesh.tp * mesh.pp * mesh.ep > 1:
+        if mesh.pp * mesh.ep > 1:
             raise ConfigError(
-                f"place.mesh = {mesh}: {model.config.model_type} is trained in shards, replicas and cp; leave tp, pp "
-                "and ep out"
+                f"place.mesh = {mesh}: a {model.config.model_type} has no stages or experts; leave pp and ep out"
+            )
+        if mesh.overlap:
+            raise ConfigError(
+                f"place.mesh = {mesh}: of a {model.config.model_type} the rows between the parts of a layer lie whole on "
+                "every rank; leave overlap out"
             )
         head = loaded.head.shared_by(self.context)
         if not isinstance(model, FSDPModule):
@@ -222,11 +226,14 @@ class FsdpRank(SingleRank):
             model.float()
         if self.tensor is not None:
             names.checkpoint_pieces(model)  # of whole tensors, asked for before they are cut
-            own = None if layers is None else layers.own_runs
-            apart = [] if self.experts is None else expert_parameters(model)
-            self._cuts[model] = cut_model(
-                model, self.tensor, sequence=self.mesh.sp, overlap=self.mesh.overlap, runs=own, apart=apart
-            )
+            if isinstance(loaded.head, StepHead):
+                self._cuts[model] = loaded.head.cut_over(self.tensor)
+            else:
+                own = None if layers is None else layers.own_runs
+                apart = [] if self.experts is None else expert_parameters(model)
+                self._cuts[model] = cut_model(
+                    model, self.tensor, sequence=self.mesh.sp, overlap=self.mesh.overlap, runs=own, apart=apart
+                )
         if self.experts is not None:
             names.checkpoint_pieces(model)
             self._expert_cuts[model] = cut_experts(model, self.experts, self.tensor)

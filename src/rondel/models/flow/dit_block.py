@@ -18,7 +18,7 @@ from rondel.models.flow.token_share import TokenShare
 
 
 class DitBlock(nn.Module):
-    """heads: H; inner: width of the MLP's hidden layer."""
+    """heads: H; inner: width of the MLP's hidden layer. Where ranks share it (block_cuts.py), a rank has its part of both."""
 
     def __init__(self, width: int, heads: int, inner: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class DitBlock(nn.Module):
         return result
 
     def _attend(self, x: Tensor, turns: Tensor | None, share: TokenShare | None) -> Tensor:
-        m, p, width = x.shape
+        m, p, _ = x.shape
         q, k, v = self.qkv(x).view(m, p, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         if turns is not None:
             q, k = rotate_pairs(q, turns), rotate_pairs(k, turns)
@@ -53,7 +53,7 @@ class DitBlock(nn.Module):
         else:
             rows = torch.stack([k, v]).permute(3, 0, 1, 2, 4)  # [P, 2, M, H, d]
             seen = computed_again(share.attend, q, rows)
-        out: Tensor = self.out(seen.transpose(1, 2).reshape(m, p, width))
+        out: Tensor = self.out(seen.transpose(1, 2).flatten(2))
         return out
 
 

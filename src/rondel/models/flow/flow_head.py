@@ -11,6 +11,7 @@ from torch import Tensor
 from rondel.core.continuous_steps import SCALARS
 from rondel.core.errors import ConfigError
 from rondel.models.collectives import RankGroup
+from rondel.models.flow.block_cuts import cut_blocks
 from rondel.models.flow.patch_transformer import PatchTransformer
 from rondel.models.flow.token_share import TokenShare
 from rondel.models.flow.transition import (
@@ -24,6 +25,7 @@ from rondel.models.flow.transition import (
 from rondel.models.noise import draw_normal
 from rondel.models.packed_steps import PackedSteps
 from rondel.models.step_head import StepHead
+from rondel.models.tensor_cuts import TensorCuts
 
 PROBE_KEY = 20261126  # of the noise in which both sides of a weight update score a prompt
 
@@ -41,6 +43,9 @@ class FlowHead(StepHead):
         if (tokens := self.model.token_count) < ranks.size:
             raise ConfigError(f"place.mesh has cp = {ranks.size}, and a sample has {tokens} tokens: set cp to {tokens}")
         return FlowHead(self.model, ranks)
+
+    def cut_over(self, ranks: RankGroup) -> TensorCuts:
+        return cut_blocks(self.model, ranks) if isinstance(self.model, PatchTransformer) else super().cut_over(ranks)
 
     def describe(self, max_tokens: int, temperature: float) -> str:
         return f"flow: {self.dim} numbers a point, {max_tokens} steps with noise {temperature:g}"
