@@ -146,7 +146,7 @@ class RankTrainer:
         async def here(function: Callable[..., Any], *args: Any) -> Any:
             return function(*args)
 
-        loaded, chosen = lively_model(spec), TrainSettings(lr=1e-3, start_probe=0)
+        loaded, chosen = lively_model(spec), TrainSettings(lr=1e-3, start_probe=0, every_answer=True)
         critic = Critic(copy.deepcopy(loaded), chosen, ranks=self.ranks) if "values" in algo.needs else None
         self.trainer = LocalTrainer(loaded, chosen, run=here, needs=algo.needs, critic=critic, ranks=self.ranks)
 

@@ -100,7 +100,7 @@ class Case:
             self.loaded.head.rounded = self.loaded.model.rounded_logits = True
         if mode == "aligned":
             self.device.call(align_numerics, self.loaded)
-        settings, served = TrainSettings(lr=a.lr, start_probe=0), self.loaded
+        settings, served = TrainSettings(lr=a.lr, start_probe=0, every_answer=True), self.loaded
         _, self.form, held = f"{mode}::".split(":")[:3]
         if self.form:
             served = self.device.call(self.rounded_copy, bool(held))

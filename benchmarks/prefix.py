@@ -73,7 +73,9 @@ def main(argv: list[str] | None = None) -> None:
     preamble = rng.integers(0, vocab, a.preamble)
     prompts = [np.concatenate([preamble, rng.integers(0, vocab, a.prompt)]) for _ in range(a.groups)]
     batch = TrainBatch([sample(g, i, prompts[g]) for g in range(a.groups) for i in range(a.group)])
-    settings = TrainSettings(lr=0.0, start_probe=0, **({"micro_tokens": a.micro_tokens} if a.micro_tokens else {}))
+    settings = TrainSettings(
+        lr=0.0, start_probe=0, every_answer=True, **({"micro_tokens": a.micro_tokens} if a.micro_tokens else {})
+    )
     trainer = device.call(lambda: LocalTrainer(loaded, settings, run=device.run))
     alike = pack.ALIKE
 

@@ -82,7 +82,7 @@ def test_what_is_gathered_is_what_the_dealing_says(ranks, mesh, lengths):
     """In each layer keys and values of S shared tokens: twice, and their gradients once; of rows that are all spread, T."""
     algo, every = row("grpo"), ranks(mesh)
     b = batch(groups_of(lengths), algo)
-    every.make("llama", algo=algo, start_probe=0)
+    every.make("llama", algo=algo, start_probe=0, every_answer=True)
     config = model("llama").model.config
     rows = [packed.layout.segments for packed in micro_batches(b, 10**6)]
     shared = sum(deal_row(row, mesh.cp, PRODUCTS * config.hidden_size).shared_tokens for row in rows)
@@ -97,6 +97,6 @@ def test_what_is_gathered_is_what_the_dealing_says(ranks, mesh, lengths):
 def test_a_step_says_how_many_tokens_were_shared(ranks):
     algo, every = row("grpo"), ranks(CP)
     for lengths, least, most in (("short", 0, 9), ("mixed", 148, 160)):
-        every.make("llama", algo=algo, start_probe=0, micro_tokens=10**6)
+        every.make("llama", algo=algo, start_probe=0, micro_tokens=10**6, every_answer=True)
         told = every.step(batch(groups_of(lengths), algo), algo)
         assert all(least <= metrics.get("train/shared_tokens", 0) <= most for _, metrics, *_ in told), lengths

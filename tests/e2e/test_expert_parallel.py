@@ -131,7 +131,7 @@ def test_what_travels_to_experts_elsewhere_is_what_the_routes_say(ranks, mesh):
     algo, alone, every = row("grpo"), Rank(0), ranks(mesh)
     alone.make("mixtral", algo=algo, replay_routes=True)
     b = routed(batch(awkward_groups(), algo), alone, "skewed")
-    every.make("mixtral", algo=algo, replay_routes=True, start_probe=0)
+    every.make("mixtral", algo=algo, replay_routes=True, start_probe=0, every_answer=True)
     hidden = alone.trainer.loaded.model.config.hidden_size
     away = pairs_away(b, mesh, PRODUCTS * hidden)
     assert away > 0 and sum(every.dispatched_bytes(copy.deepcopy(b), algo)) == 4 * away * hidden * 4

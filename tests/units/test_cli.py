@@ -187,9 +187,11 @@ def test_faults_in_the_words_are_named(rondel, recipe, words, message):
 
 
 def test_check_exits_1_if_anything_is_wrong(rondel, recipe, assemble):
-    good = SimpleNamespace(ok=True, what="data", message="48 tasks", remedy="")
-    bad = SimpleNamespace(ok=False, what="signal", message="0 % of groups differ", remedy="take an easier task")
-    assemble.check = lambda job, *, asked=False: [good, bad]
+    good = SimpleNamespace(ok=True, what="data", message="48 tasks", remedy="", warning=False)
+    bad = SimpleNamespace(
+        ok=False, what="signal", message="0 % of groups differ", remedy="take an easier task", warning=False
+    )
+    assemble.check = lambda job, *, asked=False, say=None: [good, bad]
     code, out, _ = rondel("check", recipe)
     assert (
         code == 1

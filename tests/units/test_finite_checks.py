@@ -55,7 +55,7 @@ class BrokenGradient(Component):
 def broken(border: str):
     """(trainer, batch, row, what the note must say) with one fault at one border, after one good step."""
     algo = row("grpo", correction={"kind": "importance"})
-    t = trainer(model("tied"), algo, max_bad_steps=3)
+    t = trainer(model("tied"), algo, max_bad_steps=3, every_answer=True)
     assert step(t, batch(awkward_groups(1), algo), algo).stepped
     b, named = batch(awkward_groups(), algo), ["group 8, sample 2"]
     at = next(i for i, s in enumerate(b.samples) if (s.group, s.index) == (8, 2))
@@ -112,7 +112,7 @@ def test_the_step_after_a_refused_one_is_as_if_that_had_not_been():
     runs = []
     for faulty in (False, True):
         algo = row("grpo")
-        t = trainer(model("llama"), algo, micro_tokens=10)
+        t = trainer(model("llama"), algo, micro_tokens=10, every_answer=True)
         assert step(t, batch(awkward_groups(1), algo), algo).stepped
         if faulty:
             b = batch(awkward_groups(), algo)

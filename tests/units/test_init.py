@@ -125,7 +125,7 @@ def test_a_wrong_name_of_a_recipe_names_the_right_one(rondel):
 def test_a_list_of_recipes_tells_whole_sentences(rondel):
     told = " ".join(rondel("recipes")[1].split())
     assert "by Dr. GRPO: no division by the deviation of a group or by the length of an answer. flow A two-" in told
-    assert "and refuses what the rules forbid. tiny A random 0.3M-parameter model" in told
+    assert "and refuses to cancel what was shipped. tiny A random 0.3M-parameter model" in told
 
 
 # -- the wheel -------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def test_beside_a_groupwise_part_it_is_refused(monkeypatch):
     import rondel.score.pool as module
 
     class Hello:
-        groupwise, separators, together = True, (";",), 64
+        groupwise, maximum, separators, together = True, None, (";",), 64
 
         def __init__(self, *args, **settings): ...
         def kill(self): ...

@@ -402,20 +402,20 @@ def in_time(attempt: Attempt, judge: Judge, buffer: Buffer) -> tuple[Attempt, Ju
 
 class PerToken(Mapping[tuple[int, int], np.ndarray]):
     """One field of TokenBatch for every trained token, laid out over the whole stream: (group, sample) -> [T], made
-    when it is asked for. Nothing of what nobody credited: a frozen policy's.
+    when it is asked for. Nothing of what nobody credited (a frozen policy's), or no pass computed.
     """
 
     def __init__(self, batch: TrainBatch, name: str) -> None:
         self._known = {
             (s.group, s.index): (len(s.tokens), s.trainable, getattr(s.known, name))
             for s in batch.samples
-            if s.known.advantages is not None
+            if s.known.advantages is not None and getattr(s.known, name) is not None
         }
 
     def __getitem__(self, key: tuple[int, int]) -> np.ndarray:
         tokens, trainable, told = self._known[key]
         values = np.zeros(tokens, np.float32)
-        values[trainable] = np.nan if told is None else np.asarray(told)
+        values[trainable] = np.asarray(told)
         return values
 
     def __contains__(self, key: object) -> bool:

@@ -474,6 +474,8 @@ class LocalTrainer:
         # with proximal log-probabilities the packing stays that in which they were computed: then ratios begin at 1 exactly
         everything = proximal_noted or self.settings.every_answer
         if not everything and len(computed := batch.samples_to_compute(algo)) < len(batch.samples):
+            for sample in batch.samples:
+                sample.known.trained = None  # of an earlier step that had it, too
             rest = TrainBatch([batch.samples[i] for i in computed])
             sums.put("train/not_computed", 1 - rest.total_tokens / batch.total_tokens)
             batch, weight_N = rest, weight_N[computed]

@@ -363,7 +363,7 @@ def test_a_token_counts_by_the_versions_since_it_was_drawn():
     group = episodes()
     for t, drawn in zip(group.trajectories, (6, 4, 1), strict=True):
         t.versions = [drawn if wrote else v for v, wrote in zip(t.versions, t.mask, strict=True)]
-    t = trainer(model(), row)
+    t = trainer(model(), row, every_answer=True)
     t.version = 6
     b = batch_with_advantages([group], row)
     stats = step(t, b, row)
