@@ -200,7 +200,7 @@ def test_check_exits_1_if_anything_is_wrong(rondel, recipe, assemble):
         and "1 of 2 checks failed" in out
     )
     seen = []
-    assemble.check = lambda job, *, asked=False: seen.append(asked) or [good]
+    assemble.check = lambda job, *, asked=False, say=None: seen.append(asked) or [good]
     assert rondel("check", recipe)[0] == rondel("check", recipe, "--self-test")[0] == 0 and seen == [False, True]
 
 
