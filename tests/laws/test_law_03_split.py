@@ -24,6 +24,7 @@ from kits.train import apart, awkward_groups, batch, bits, gradient, make_stale,
 from rondel.algos import aggregate, correction, table
 from rondel.algos.advantage import Constant
 from rondel.algos.component import Component
+from rondel.algos.surrogate import Clip
 from rondel.algos.table import TABLE
 from rondel.core.types import Score, Trajectory
 from rondel.train.annotate import advantages_of, compute_advantages
@@ -443,6 +444,17 @@ def test_an_answer_without_an_advantage_has_no_gradient_where_the_row_says_so(ro
     monkeypatch.setattr(algos, "advantages_of", lambda *of: advantages_of(*of).masked_fill(silent_T, 0.0))
     found = batch.loss(row)[1]
     assert bool((found[silent_T] == 0).all()) == row.scales_advantage
+
+
+def test_a_surrogate_that_adds_to_another_one_is_computed_whole():
+    """What Clip says of itself does not hold for what derives from it."""
+
+    class Pulled(Clip):
+        def __call__(self, tokens):
+            own = super().__call__(tokens)
+            return own._replace(loss_T=own.loss_T - 0.1 * tokens.logprobs)
+
+    assert table.GRPO.scales_advantage and not replace(table.GRPO, surrogate=Pulled()).scales_advantage
 
 
 def test_a_mean_over_each_micro_batch_would_break_the_law():

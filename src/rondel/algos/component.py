@@ -35,7 +35,9 @@ class Component:
     """Of a surrogate: what it takes numbers from, of "advantage", "ratio", "behavior"."""
 
     scales_advantage: ClassVar[bool] = False
-    """Of a surrogate: it is a multiple of the token's advantage, so a token whose advantage is 0 has no gradient."""
+    """Of a surrogate: it is a multiple of the token's advantage, so a token whose advantage is 0 has no gradient. It is not
+    inherited: a class that derives from such a one may add what is not.
+    """
 
     token_ratio: ClassVar[bool] = False
     """Of a surrogate: it compares the token's own probabilities, so the ratio must be the token's."""
@@ -63,6 +65,10 @@ class Component:
 
     counts_samples: ClassVar[bool] = False
     """Of an aggregate: its denominator is a number of samples, so one that is masked is counted out again."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls.scales_advantage = vars(cls).get("scales_advantage", False)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -52,6 +52,7 @@ class ClipCov(Clip):
     share: float = 2e-4
     least: float = 1.0
     most: float = 5.0
+    scales_advantage: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = NEEDS
 
     def __post_init__(self) -> None:
@@ -126,6 +127,7 @@ class Forking(Clip):
     """
 
     top: float = 0.2
+    scales_advantage: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = NEEDS
 
     def __post_init__(self) -> None:

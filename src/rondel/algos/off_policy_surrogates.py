@@ -143,6 +143,7 @@ class Guided(Clip):
     """
 
     gamma: float = 0.1
+    scales_advantage: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"guidance"})
 
     def __post_init__(self) -> None:

@@ -118,6 +118,8 @@ class UnboundedPositive(Clip):
 
     dual: float | None = 3.0
 
+    scales_advantage: ClassVar[bool] = True
+
     @property
     def idle(self) -> dict[str, str]:
         """Knobs that change nothing as things stand, and why."""
@@ -153,6 +155,7 @@ class FutureKl(Clip):
     least: float = 1.0
     most: float = 1.2
     safe: float | None = 4.0
+    scales_advantage: ClassVar[bool] = True
     token_ratio: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -157,11 +157,10 @@ def refuse_without_routes(job: Job) -> None:
 
 def refuse_untold_routes(job: Job, known: ModelInfo, driver: Any) -> None:
     """What is known of a mixture once it is loaded: whether a server of others can tell where it sent tokens."""
-    who = f'engine.kind = "{job.engine.kind}"' if not hasattr(driver, "experts") else "a server"
-    if known.told_experts is None or who != "a server":
+    if known.told_experts is None or not hasattr(driver, "experts"):
         raise ConfigError(
-            f"{who} tells no routed experts of this model, which has {known.routers} routers: its choices cannot be "
-            "replayed. "
+            f'engine.kind = "{job.engine.kind}" tells no routed experts of this model, which has {known.routers} routers: '
+            "its choices cannot be replayed. "
             "Set trainer.routing_replay = false, with algo.correction.kind = 'importance', or use engine.kind = "
             '"builtin"'
         )
