@@ -20,7 +20,7 @@ from kits.engine_ranks import EncodedEngines, same_answers
 from kits.runs import check, events, final
 from kits.sweeps import covering
 from kits.sync import Publisher, wrote
-from kits.vision import MUTUAL, ask, image, model, stream
+from kits.vision import MUTUAL, ask, image, model, picture_requests, stream
 from kits.workers import children
 from rondel.assemble import train
 from rondel.assemble.engine_encoder import EngineEncoder
@@ -60,18 +60,6 @@ def of(engines):
     assert engines.held is None
 
 
-def looking(m):
-    """Text, one picture, two in a prompt, one of them seen before, twice the same; greedy and sampled."""
-    a, b = image(m, 1), image(m, 2, 3, 4)
-    given = [
-        stream(m, 3, a, 6, seed=1),
-        stream(m, 2, b, 3, a, 9, seed=2),
-        stream(m, 12, seed=3),
-        stream(m, 1, a, 2, a, 3, seed=4),
-    ]
-    return [ask(*g, key=31 + i, temperature=float(i % 2)) for i, g in enumerate(given * 2)]
-
-
 # towers of gemma3 and smolvlm have no path of their own here; features between layers, and tokens that see each other, have
 @pytest.mark.parametrize("kind", covering([KIND, "qwen3_vl", "gemma3", MUTUAL, "smolvlm"], [KIND, "qwen3_vl", MUTUAL]))
 def test_tokens_and_features_are_those_of_one_process(of, kind):
@@ -79,7 +67,7 @@ def test_tokens_and_features_are_those_of_one_process(of, kind):
     lead, one = e.runner.eyes.encoder, engine(m, prefill_tokens=7)
 
     async def scenario(e):
-        told = await all_of(e, looking(m)) + await all_of(e, looking(m))
+        told = await all_of(e, picture_requests(m)) + await all_of(e, picture_requests(m))
         idle(e)
         return told
 

@@ -17,7 +17,7 @@ from kits.engine import all_of, engine, idle, prompt, twin, watched
 from kits.engine_ranks import EncodedEngines, end_ranks, same_answers
 from kits.sweeps import covering
 from kits.sync import Publisher, wrote
-from kits.vision import EYES, MUTUAL, ask, image, model, stream
+from kits.vision import EYES, MUTUAL, ask, image, model, picture_requests, stream
 from rondel.core.errors import ConfigError, EngineError, SyncError
 from rondel.core.types import Begin, Completion
 from rondel.models.serving_part import refuse_part
@@ -44,22 +44,10 @@ def of_three(folder, **how):
     assert made.ended == []
 
 
-def looking(m):
-    """Text, one picture, two in a prompt, one of them seen before, twice the same; greedy and sampled."""
-    a, b = image(m, 1), image(m, 2, 3, 4)
-    given = [
-        stream(m, 3, a, 6, seed=1),
-        stream(m, 2, b, 3, a, 9, seed=2),
-        stream(m, 12, seed=3),
-        stream(m, 1, a, 2, a, 3, seed=4),
-    ]
-    return [ask(*g, key=31 + i, temperature=float(i % 2)) for i, g in enumerate(given * 2)]
-
-
 async def told_of_pictures(e, m):
     """Answers, once more from the prefix cache, and scores."""
-    told = await all_of(e, looking(m)) + await all_of(e, looking(m))
-    scored = [(await e.score(request)).logprobs for request in looking(m)[:3]]
+    told = await all_of(e, picture_requests(m)) + await all_of(e, picture_requests(m))
+    scored = [(await e.score(request)).logprobs for request in picture_requests(m)[:3]]
     idle(e)
     return told + [Completion([], row, [], "length") for row in scored]
 

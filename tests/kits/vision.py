@@ -148,6 +148,18 @@ def ask(tokens: list[int], media: list[ImagePlaceholder], *, key: int = 1, n: in
     )
 
 
+def picture_requests(m: LoadedModel) -> list[Request]:
+    """Text, one picture, two in a prompt, one of them seen before, twice the same; greedy and sampled."""
+    a, b = image(m, 1), image(m, 2, 3, 4)
+    given = [
+        stream(m, 3, a, 6, seed=1),
+        stream(m, 2, b, 3, a, 9, seed=2),
+        stream(m, 12, seed=3),
+        stream(m, 1, a, 2, a, 3, seed=4),
+    ]
+    return [ask(*g, key=31 + i, temperature=float(i % 2)) for i, g in enumerate(given * 2)]
+
+
 def trajectory(
     loaded: LoadedModel, given: tuple[list[int], list[ImagePlaceholder]], written: list[int], logprobs: list[float]
 ) -> Trajectory:
