@@ -1,5 +1,6 @@
-"""One decode step of the engine in milliseconds: the module as it is and the compiled serving pass (on a GPU recorded
-steps), in turn (A B A B), and where it goes.
+"""One decode step of the engine in milliseconds: the module as it is, what the engine computes with by itself (on some
+CPUs all layers in one call, models/packed_layers.py; else the module again) and the compiled serving pass (on a GPU
+recorded steps), in turn (A B C A B C), and where it goes.
 
     rondel bench decode --model FOLDER --dtype bfloat16 --json
 N requests with contexts of their own, `--context` tokens at first, write `--new` tokens each.
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     sizes = [int(n) for n in a.running.split(",")]
     most = max(*sizes, a.profile)
     engine = BuiltinEngine(loaded, run=device.run, kv_pages=most * (a.context + a.new + 64), max_running=most)
-    passes = {"module": loaded.hidden_states}
+    passes = {"module": loaded.hidden_states, "engine": engine.runner.hidden}
     if not a.eager:
         passes["compiled"] = device.call(serving_pass, loaded, most).hidden_states
 

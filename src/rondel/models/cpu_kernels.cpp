@@ -1,127 +1,17 @@
 // What stands between the products of a transformer on a CPU, each in one pass over its numbers.
 //
 // Numbers are float32 (code 0) or bfloat16 (code 1); all sums are in float32. A number's bits do not depend on where it
-// lies or on the number of threads: loops run over whole vectors of VECTOR numbers, the last one filled up with zeros,
-// sums of a row are taken in one order, and sums over rows in blocks of a fixed size.
+// lies or on the number of threads: rows are computed as in cpu_rows.h, and sums over rows in blocks of a fixed size.
 // Roundings are those of the modules of transformers. cpu_kernels.py has the formulas and calls these.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+#include "cpu_rows.h"
 
 namespace {
-
-constexpr int VECTOR = 64;  // numbers that one loop without a rest computes
-
-struct bf16 {
-    uint16_t bits;
-};
-
-inline float wide(float x) { return x; }
-inline float wide(bf16 x) {
-    uint32_t bits = uint32_t(x.bits) << 16;
-    float out;
-    memcpy(&out, &bits, 4);
-    return out;
-}
-
-inline void narrow(float x, float &out) { out = x; }
-inline void narrow(float x, bf16 &out) {  // to nearest, ties to even; NaN stays NaN
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    out.bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
-}
-
-template <class T> inline float rounded(float x) {
-    T out;
-    narrow(x, out);
-    return wide(out);
-}
-
-// Relative error below 2e-7; 0 below -87.3, and never above 6e37.
-inline float exponential(float x) {
-    float held = x < -87.3f ? -87.3f : x > 87.3f ? 87.3f : x;
-    float n = std::rint(held * 1.44269504f);
-    float r = std::fma(n, -0.693359375f, held);
-    r = std::fma(n, 2.12194440e-4f, r);
-    float p = 1.9875691500e-4f;
-    p = std::fma(p, r, 1.3981999507e-3f);
-    p = std::fma(p, r, 8.3334519073e-3f);
-    p = std::fma(p, r, 4.1665795894e-2f);
-    p = std::fma(p, r, 1.6666665459e-1f);
-    p = std::fma(p, r, 5.0000001201e-1f);
-    p = std::fma(p, r * r, r) + 1.0f;  // NaN of a NaN
-    uint32_t power = uint32_t(int32_t(n) + 127) << 23;  // 2^n
-    float two;
-    memcpy(&two, &power, 4);
-    return x < -87.3f ? 0.0f : p * two;
-}
-
-template <class T> inline void read(const T *from, int64_t count, float *to) {
-    if (count == VECTOR) {
-        for (int i = 0; i < VECTOR; i++) to[i] = wide(from[i]);
-        return;
-    }
-    for (int i = 0; i < VECTOR; i++) to[i] = 0;
-    for (int i = 0; i < count; i++) to[i] = wide(from[i]);
-}
-
-template <class T> inline void write(const float *from, int64_t count, T *to) {
-    if (count == VECTOR) {
-        for (int i = 0; i < VECTOR; i++) narrow(from[i], to[i]);
-        return;
-    }
-    for (int i = 0; i < count; i++) narrow(from[i], to[i]);
-}
-
-inline int64_t part(int64_t at, int64_t size) { return size - at < VECTOR ? size - at : VECTOR; }
-
-inline int64_t whole(int64_t size) { return (size + VECTOR - 1) / VECTOR * VECTOR; }
-
-inline float total(const float *lanes) {
-    float a[32], b[16], c[8];
-    for (int i = 0; i < 32; i++) a[i] = lanes[i] + lanes[i + 32];
-    for (int i = 0; i < 16; i++) b[i] = a[i] + a[i + 16];
-    for (int i = 0; i < 8; i++) c[i] = b[i] + b[i + 8];
-    return ((c[0] + c[4]) + (c[2] + c[6])) + ((c[1] + c[5]) + (c[3] + c[7]));
-}
-
-inline float larger(float a, float b) { return a > b ? a : b; }
-
-inline float largest(const float *lanes) {
-    float a[32], b[16], c[8];
-    for (int i = 0; i < 32; i++) a[i] = larger(lanes[i], lanes[i + 32]);
-    for (int i = 0; i < 16; i++) b[i] = larger(a[i], a[i + 16]);
-    for (int i = 0; i < 8; i++) c[i] = larger(b[i], b[i + 8]);
-    return larger(larger(larger(c[0], c[4]), larger(c[2], c[6])), larger(larger(c[1], c[5]), larger(c[3], c[7])));
-}
-
-template <class T> float inverse_rms(const T *x, int64_t size, float eps) {
-    float lanes[VECTOR] = {0}, v[VECTOR];
-    for (int64_t at = 0; at < size; at += VECTOR) {
-        read(x + at, part(at, size), v);
-        for (int i = 0; i < VECTOR; i++) lanes[i] += v[i] * v[i];
-    }
-    return 1.0f / std::sqrt(total(lanes) / float(size) + eps);
-}
 
 template <class X, class W>
 void norm_forward(const X *x, const W *w, W *out, int64_t rows, int64_t size, float eps, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > 16384)
-    for (int64_t row = 0; row < rows; row++) {
-        const X *from = x + row * size;
-        float r = inverse_rms(from, size, eps), v[VECTOR], s[VECTOR];
-        for (int64_t at = 0; at < size; at += VECTOR) {
-            int64_t n = part(at, size);
-            read(from + at, n, v);
-            read(w + at, n, s);
-            for (int i = 0; i < VECTOR; i++) v[i] = s[i] * rounded<X>(v[i] * r);
-            write(v, n, out + row * size + at);
-        }
-    }
+    for (int64_t row = 0; row < rows; row++) norm_row(x + row * size, w, out + row * size, size, eps);
 }
 
 template <class X, class W>
@@ -172,7 +62,7 @@ void gate_forward(const T *gate, const T *up, T *out, int64_t rows, int64_t size
             float g[VECTOR], u[VECTOR];
             read(gate + row * gate_step + at, n, g);
             read(up + row * up_step + at, n, u);
-            for (int i = 0; i < VECTOR; i++) u[i] *= rounded<T>(g[i] / (1.0f + exponential(-g[i])));
+            gate_vector<T, VECTOR>(g, u);
             write(u, n, out + row * size + at);
         }
 }
@@ -214,11 +104,7 @@ void rotate(const T *x, const C *cosine, const C *sine, T *out, int64_t tokens, 
                     narrow(rounded<C>(b * wide(c[i + half])) - rounded<C>(a * wide(s[i])), to[i + half]);
                 }
             else
-                for (int64_t i = 0; i < half; i++) {
-                    float a = wide(from[i]), b = wide(from[i + half]);
-                    narrow(rounded<C>(a * wide(c[i])) - rounded<C>(b * wide(s[i])), to[i]);
-                    narrow(rounded<C>(b * wide(c[i + half])) + rounded<C>(a * wide(s[i + half])), to[i + half]);
-                }
+                rotate_head(from, c, s, to, half);
         }
     }
 }
@@ -330,155 +216,6 @@ void logprob_backward(const float *z, const int64_t *target, const float *top, c
     }
 }
 
-constexpr int LANES = 16;  // tokens of a block of a decode step, and numbers of a head that are added at once
-#ifdef __AVX512F__
-typedef float lanes_t __attribute__((vector_size(4 * LANES)));
-typedef int32_t picks_t __attribute__((vector_size(4 * LANES)));
-typedef uint32_t bits_t __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves_t __attribute__((vector_size(2 * LANES)));
-
-inline lanes_t load(const float *from) {
-    lanes_t out;
-    memcpy(&out, from, sizeof out);
-    return out;
-}
-inline lanes_t load(const bf16 *from) {
-    halves_t bits;
-    memcpy(&bits, from, sizeof bits);
-    return (lanes_t)(__builtin_convertvector(bits, bits_t) << 16);
-}
-
-// Half as many vectors, each with the sums of two over lanes that are `bit` apart: the second one's where l & bit.
-template <int bit> inline void fold(lanes_t *rows) {
-    picks_t kept, added;
-    for (int l = 0; l < LANES; l++) kept[l] = l & bit ? LANES + l : l, added[l] = l & bit ? LANES + l - bit : l + bit;
-    for (int i = 0; i < bit; i++)
-        rows[i] = __builtin_shuffle(rows[i], rows[i + bit], kept) + __builtin_shuffle(rows[i], rows[i + bit], added);
-}
-
-inline void fetch(const void *, int64_t) {}  // has been measured with AVX2 alone
-#else  // the same numbers in two registers: what compilers make of one vector of 16 is a loop over its lanes
-typedef float half_t __attribute__((vector_size(2 * LANES)));
-typedef int32_t picks_t __attribute__((vector_size(2 * LANES)));
-typedef uint32_t bits_t __attribute__((vector_size(2 * LANES)));
-typedef uint16_t halves_t __attribute__((vector_size(LANES)));
-
-struct lanes_t {
-    half_t low, high;
-    lanes_t &operator+=(lanes_t b) { return low += b.low, high += b.high, *this; }
-};
-inline lanes_t operator+(lanes_t a, lanes_t b) { return {a.low + b.low, a.high + b.high}; }
-inline lanes_t operator*(lanes_t a, lanes_t b) { return {a.low * b.low, a.high * b.high}; }
-inline lanes_t operator*(lanes_t a, float b) { return {a.low * b, a.high * b}; }
-inline lanes_t operator*(float a, lanes_t b) { return b * a; }
-
-inline lanes_t load(const float *from) {
-    lanes_t out;
-    memcpy(&out.low, from, sizeof out.low);
-    memcpy(&out.high, from + LANES / 2, sizeof out.high);
-    return out;
-}
-inline half_t widened(const bf16 *from) {
-    halves_t bits;
-    memcpy(&bits, from, sizeof bits);
-    return (half_t)(__builtin_convertvector(bits, bits_t) << 16);
-}
-inline lanes_t load(const bf16 *from) { return {widened(from), widened(from + LANES / 2)}; }
-
-inline void fetch(const void *from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)from + at);
-}
-
-template <int bit> inline half_t folded(half_t a, half_t b) {
-    if (bit == 4) return __builtin_shuffle(a, b, picks_t{0, 1, 2, 3, 12, 13, 14, 15}) + __builtin_shuffle(a, b, picks_t{4, 5, 6, 7, 8, 9, 10, 11});
-    if (bit == 2) return __builtin_shuffle(a, b, picks_t{0, 1, 10, 11, 4, 5, 14, 15}) + __builtin_shuffle(a, b, picks_t{2, 3, 8, 9, 6, 7, 12, 13});
-    return __builtin_shuffle(a, b, picks_t{0, 9, 2, 11, 4, 13, 6, 15}) + __builtin_shuffle(a, b, picks_t{1, 8, 3, 10, 5, 12, 7, 14});
-}
-
-// Half as many vectors, each with the sums of two over lanes that are `bit` apart: the second one's where l & bit.
-template <int bit> inline void fold(lanes_t *rows) {
-    for (int i = 0; i < bit; i++) {
-        lanes_t a = rows[i], b = rows[i + bit];
-        if (bit == 8) rows[i] = {a.low + a.high, b.high + b.low};
-        else rows[i] = {folded<bit>(a.low, b.low), folded<bit>(a.high, b.high)};
-    }
-}
-#endif
-
-struct Contexts {
-    const int64_t *own, *lengths, *prefix, *shared, *place;  // as in paged_layout.py: DecodeBatch; prefix may be null
-    int64_t own_width, prefix_width, members;
-    int64_t window, chunk;  // as in dense_attention.py: ScoreRule; 0 for none
-
-    // The first position that the last of `count` tokens sees.
-    int64_t first_seen(int64_t count) const {
-        int64_t near = window && window < count ? count - window : 0;
-        return chunk ? std::max(near, (count - 1) / chunk * chunk) : near;
-    }
-};
-
-// Rows `first` to `first` + LANES of those that the slots name; zeros behind the last of `count`.
-template <class T>
-inline void read_block(const T *from, const int64_t *slots, int64_t first, int64_t count, int64_t size, lanes_t *block) {
-    int64_t parts = size / LANES, end = std::min(count - first, int64_t(LANES));
-    for (int64_t t = first + LANES; t < std::min(count, first + 2 * LANES); t++) fetch(from + slots[t] * size, size * sizeof(T));
-    for (int64_t t = 0; t < end; t++)
-        for (int64_t i = 0; i < parts; i++) block[t * parts + i] = load(from + slots[first + t] * size + i * LANES);
-    for (int64_t i = end * parts; i < LANES * parts; i++) block[i] = lanes_t{0};
-}
-
-// One request and key head: `repeats` queries over the tokens they see, 16 at a time, always from the first one on.
-template <class T>
-void decode_one(const T *q, const T *keys, const T *values, T *out, const int64_t *slots, int64_t count,
-                int64_t repeats, int64_t size, float scale, lanes_t *room) {
-    int64_t parts = size / LANES, blocks = (count + LANES - 1) / LANES;
-    lanes_t *query = room, *sums = query + repeats * parts, *block = sums + repeats * parts;
-    lanes_t *scores = block + LANES * parts;  // [repeats, blocks]
-    for (int64_t i = 0; i < repeats * parts; i++) query[i] = load(q + i * LANES), sums[i] = lanes_t{0};
-    for (int64_t b = 0; b < blocks; b++) {
-        read_block(keys, slots, b * LANES, count, size, block);
-        for (int64_t r = 0; r < repeats; r++) {
-            lanes_t rows[LANES];
-            for (int64_t t = 0; t < LANES; t++) {
-                lanes_t sum = query[r * parts] * block[t * parts];
-                for (int64_t i = 1; i < parts; i++) sum += query[r * parts + i] * block[t * parts + i];
-                rows[t] = sum;
-            }
-            fold<8>(rows);
-            fold<4>(rows);
-            fold<2>(rows);
-            fold<1>(rows);
-            scores[r * blocks + b] = rows[0] * scale;
-        }
-    }
-    for (int64_t r = 0; r < repeats; r++) {
-        float *own = (float *)(scores + r * blocks), most = -INFINITY, lanes[LANES] = {0}, all = 0;
-        for (int64_t t = 0; t < count; t++) most = larger(own[t], most);
-        for (int64_t t = count; t < blocks * LANES; t++) own[t] = -INFINITY;
-        for (int64_t t = 0; t < blocks * LANES; t += LANES)
-            for (int i = 0; i < LANES; i++) {
-                own[t + i] = exponential(own[t + i] - most);
-                lanes[i] += own[t + i];
-            }
-        for (int i = 0; i < LANES; i++) all += lanes[i];
-        float inverse = 1.0f / all;
-        for (int64_t t = 0; t < blocks * LANES; t++) own[t] = rounded<T>(own[t] * inverse);
-    }
-    for (int64_t b = 0; b < blocks; b++) {
-        read_block(values, slots, b * LANES, count, size, block);
-        for (int64_t r = 0; r < repeats; r++) {
-            const float *weights = (const float *)(scores + r * blocks + b);
-            for (int64_t i = 0; i < parts; i++) {
-                lanes_t sum = sums[r * parts + i];
-                for (int64_t t = 0; t < LANES; t++) sum += weights[t] * block[t * parts + i];
-                sums[r * parts + i] = sum;
-            }
-        }
-    }
-    const float *found = (const float *)sums;
-    for (int64_t i = 0; i < repeats * size; i++) narrow(found[i], out[i]);
-}
-
 template <class T>
 void decode(const T *q, const T *keys, const T *values, T *out, Contexts at, int64_t rows, int64_t heads,
             int64_t repeats, int64_t size, int64_t pages, float scale, int threads) {
@@ -487,19 +224,8 @@ void decode(const T *q, const T *keys, const T *values, T *out, Contexts at, int
         std::vector<float> room;
         std::vector<int64_t> slots;
 #pragma omp for schedule(static)
-        for (int64_t job = 0; job < rows * heads; job++) {
-            int64_t row = job / heads, head = job % heads, family = at.prefix ? at.place[row] / at.members : 0;
-            int64_t above = at.prefix ? at.shared[family] : 0, all = above + at.lengths[row], from = at.first_seen(all);
-            int64_t count = all - from;
-            slots.resize(count);
-            for (int64_t t = from; t < all; t++)
-                slots[t - from] = t < above ? at.prefix[family * at.prefix_width + t] : at.own[row * at.own_width + t - above];
-            room.resize(2 * repeats * size + LANES * size + repeats * (count + LANES) + LANES);
-            lanes_t *aligned = (lanes_t *)(((uintptr_t)room.data() + sizeof(lanes_t) - 1) / sizeof(lanes_t) * sizeof(lanes_t));
-            int64_t first = (row * heads + head) * repeats * size;
-            decode_one(q + first, keys + head * pages * size, values + head * pages * size, out + first, slots.data(),
-                       count, repeats, size, scale, aligned);
-        }
+        for (int64_t job = 0; job < rows * heads; job++)
+            decode_job(q, keys, values, out, at, job / heads, job % heads, heads, repeats, size, pages, scale, room, slots);
     }
 }
 

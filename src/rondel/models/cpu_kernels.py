@@ -9,6 +9,7 @@ On CPUs with AVX2 alone also the products with packed weights (cpu_product.cpp).
     add         an fp32 sum += a bfloat16 gradient
     logprobs    of chosen tokens, with entropies                         formulas in train/logprobs.py
     product     y = x wᵀ + b, of w in panels [O / 16, I, 16]             none: training multiplies through oneDNN
+    pairs       the same in fp32 of bfloat16 numbers, [O / 32, I / 2, 32, 2]   none
 
 torch reads and writes what a norm needs seven times, and a bfloat16 number beside a float32 one is first copied. Trainer
 and engine both call these, in every pass: what decides is the model and the sizes of a call, and never what a pass wants,
@@ -35,6 +36,7 @@ LOOPS, PLAIN_KERNELS = "loops in C++", "torch's operations"
 CODES = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16  # numbers of a head that a decode step adds at once
 PANEL = 16  # rows of a weight that are packed together, as in cpu_product.cpp
+PAIR_PANEL, HALF = 32, 16  # outputs of a panel of pairs, and those that are packed together, as in cpu_pairs.h
 PROOF = ((80, 48), (37, 100), (49, 2100))  # O and I of the weights of which a product is asked both ways
 ROWS = 64  # of a norm whose share of the weight's gradient is summed one after the other
 PLAIN = (Tensor, nn.Parameter)  # a copy that `contiguous` makes needs a name: without one it is freed before it is read
@@ -409,3 +411,33 @@ def _have_equal_bits() -> bool:
         if not torch.equal(theirs, panel_product(x, pack_panels([weight]), bias, width)):
             return False
     return True
+
+
+# -- products of pairs of bfloat16 numbers ----------------------------------------------------------------
+
+
+def pack_pairs(weights: list[Tensor], *, in_turns: bool = False) -> Tensor:
+    """Weights [O_i, I] in bfloat16, I even, of which all but the last have a multiple of 16 outputs -> [panels, I / 2, 32,
+    2]. `in_turns`: 16 outputs of each of two at a time.
+    """
+    weights = [w.detach().contiguous() for w in weights]
+    units, inside = [-(-len(w) // HALF) for w in weights], weights[0].shape[1]
+    panels = torch.zeros(-(-sum(units) // 2), inside // 2, PAIR_PANEL, 2, dtype=torch.bfloat16)
+    for i, weight in enumerate(weights):
+        first, stride = (i, len(weights)) if in_turns else (sum(units[:i]), 1)
+        library().rondel_pack_pairs(
+            weight.data_ptr(), panels.data_ptr(), inside, len(weight), first, stride, torch.get_num_threads()
+        )
+    return panels
+
+
+def pair_product(x: Tensor, panels: Tensor, bias: Tensor | None, width: int) -> Tensor:
+    """x [..., I] in bfloat16, bias [width] in fp32 -> [..., width] in fp32; a row has the same bits in any company."""
+    x = x.contiguous()
+    out, inside = torch.empty(*x.shape[:-1], width, dtype=torch.float32), x.shape[-1]
+    assert x.dtype == torch.bfloat16 and panels.shape[1] * 2 == inside, (x.dtype, x.shape, panels.shape)
+    library().rondel_pair_product(
+        x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), x.numel() // inside,
+        inside, width, torch.get_num_threads(),
+    )  # fmt: skip
+    return out

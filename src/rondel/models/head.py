@@ -77,7 +77,7 @@ class LMHead:
     bias: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
-    stack: PackedLinear = field(default_factory=PackedLinear, repr=False)
+    stack: PackedLinear = field(default_factory=functools.partial(PackedLinear, sums=True), repr=False)
     part: VocabularyPart | None = None  # of the rows, where others have the rest
     aligned: bool = False  # a row's logits have the same bits in every batch (models/aligned_numerics.py)
     rounded: bool = False  # to the dtype of the weight before they become fp32 (models/fp32_sums.py)

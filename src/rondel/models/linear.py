@@ -33,9 +33,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rondel.models.cpu_kernels import add_gradient, has_panels, join_halves, pack_panels, panel_product
+from rondel.models.cpu_kernels import (
+    add_gradient,
+    has_panels,
+    join_halves,
+    library,
+    pack_pairs,
+    pack_panels,
+    pair_product,
+    panel_product,
+)
 from rondel.models.main_grad import Stamp, main_grad, stamp_of
-from rondel.models.processor import HALVES, has_avx2_alone, is_widened, knows_mkl
+from rondel.models.processor import HALVES, has_avx2_alone, has_bf16_vectors, is_widened, knows_mkl
 from rondel.models.torch_library import LIBRARY
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -47,6 +56,7 @@ COLUMNS = 16
 # numbers of rows that `_rows_alike` tries, for oneDNN compiles a kernel for each, a millisecond in every process: all
 # small ones, so every rest behind kernels of 6, 8 and 16 rows, then multiples of these and of 32, and some rests
 PROBED = (*range(2, 19), 24, 30, 32, 36, 48, 64, 65, 96, 97, 109, 119)
+PANELS, PAIRS, ONEDNN = "panels", "pairs", "oneDNN"  # how weights are packed: models/cpu_kernels.py has the first two
 SPARE = 4  # packing doubles the memory of the weights: only where so many times as much is available
 
 
@@ -219,12 +229,14 @@ def equal_blocks(dtype: torch.dtype) -> Iterator[None]:
 
 
 class PackedLinear:
-    """Weights [O_i, I] that read the same input, as one packed product whenever nobody wants gradients."""
+    """Weights [O_i, I] that read the same input, as one packed product whenever nobody wants gradients.
+    `sums`: its results are wanted in fp32, and no pass with gradients has other bits beside them.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, sums: bool = False) -> None:
         self.stamp: list[Stamp] = []  # storage and counters of the weights and biases that are packed
         self._packed: tuple[Tensor, Tensor | None, list[int]] | None = None
-        self._size = 0
+        self._size, self._sums, self._form = 0, sums, ""
 
     def can_pack(self, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> bool:
         """Whether packing is possible, changes no bits and is worth its memory; what is packed is then up to date."""
@@ -237,9 +249,9 @@ class PackedLinear:
             if all(_is_packable(w) for w in weights)
             else []
         )
-        moved = self._packed is not None and self._packed[0].is_mkldnn == _in_panels(weights[0].dtype)
+        moved = self._packed is not None and self._form != self._form_of(weights[0])
         if stamp != self.stamp or moved:
-            if stamp and (self._packed is not None or _has_spare_memory(weights)):
+            if stamp and (self._packed is not None or has_spare_memory(weights)):
                 self._pack_weights(weights, biases)
                 self.stamp = stamp
             else:
@@ -251,12 +263,21 @@ class PackedLinear:
         if is_widened(weights[0].dtype):
             bias = None if bias is None else bias.float()
         held = [w.detach().to(_packed_dtype(w.dtype)) for w in weights]
-        if _in_panels(weights[0].dtype):
+        self._form = self._form_of(weights[0])
+        if self._form == PAIRS:
+            packed, bias = pack_pairs(held), None if bias is None else bias.float()
+        elif self._form == PANELS:
             packed = pack_panels(held)
         else:
             packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(held) if len(held) > 1 else held[0], 64)
         self._size = packed.numel() * held[0].element_size()
         self._packed = packed, bias, [len(w) for w in weights]
+
+    def _form_of(self, weight: Tensor) -> str:
+        """How a weight is packed here."""
+        if self._sums and weight.dtype == torch.bfloat16 and not weight.shape[1] % 2 and has_pairs():
+            return PAIRS
+        return PANELS if _in_panels(weight.dtype) else ONEDNN
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """After `carries`: x [..., I] -> [..., O_i] for each of the weights."""
@@ -273,12 +294,17 @@ class PackedLinear:
         if is_widened(x.dtype) or x.dtype == torch.float32:
             return self._multiply(x.float())
         assert self._packed is not None
-        return _fp32_mkldnn_linear(x, *self._packed[:2])
+        packed, bias, sizes = self._packed
+        return (
+            pair_product(x, packed, bias, sum(sizes)) if self._form == PAIRS else _fp32_mkldnn_linear(x, packed, bias)
+        )
 
     def _multiply(self, x: Tensor) -> Tensor:
         assert self._packed is not None
         packed, bias, sizes = self._packed
-        return _mkldnn_linear(x, packed, bias) if packed.is_mkldnn else panel_product(x, packed, bias, sum(sizes))
+        if self._form == PAIRS:
+            return pair_product(x, packed, bias, sum(sizes)).to(x.dtype)
+        return panel_product(x, packed, bias, sum(sizes)) if self._form == PANELS else _mkldnn_linear(x, packed, bias)
 
     @property
     def packed_bytes(self) -> int:
@@ -295,7 +321,7 @@ class PackedLinear:
         self.stamp, self._packed = [], None
 
     def __deepcopy__(self, memo: Any) -> PackedLinear:
-        return PackedLinear()  # what is packed belongs to the weights it was packed from
+        return PackedLinear(sums=self._sums)  # what is packed belongs to the weights it was packed from
 
 
 class UnpackedLinear(PackedLinear):
@@ -424,9 +450,23 @@ def unpack_linears(model: nn.Module) -> None:
             members.stack = UnpackedLinear()
 
 
-def packed_linears(model: nn.Module) -> list[PackedLinear]:
-    """All packed products of a model."""
-    found: dict[int, PackedLinear] = {}
+class PackedCopy(Protocol):
+    """Weights that are packed for products."""
+
+    @property
+    def is_trained(self) -> bool: ...
+
+    @property
+    def packed_bytes(self) -> int: ...
+
+    def drop_packed(self) -> None: ...
+
+
+def packed_linears(model: nn.Module) -> list[PackedCopy]:
+    """All packed products of a model, and its packed layers (models/packed_layers.py)."""
+    found: dict[int, PackedCopy] = {}
+    if (layers := model.__dict__.get("packed_layers")) is not None:
+        found[id(layers)] = layers
     for module in model.modules():
         if isinstance(own := module.__dict__.get("forward"), functools.partial):
             members = getattr(own.func, "__self__", None)
@@ -472,12 +512,20 @@ def _in_panels(dtype: torch.dtype) -> bool:
     return (dtype == torch.float32 or is_widened(dtype)) and has_avx2_alone() and has_panels()
 
 
+def has_pairs() -> bool:
+    """Whether products of pairs are the faster ones here: where this CPU multiplies bfloat16 in vectors. Tiles of AMX are
+    faster still from some rows on, and oneDNN's.
+    """
+    return library() is not None and has_bf16_vectors()
+
+
 def _packed_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of packed weights: panels of bfloat16 are multiplied in fp32 as they are."""
     return torch.float32 if is_widened(dtype) and not (dtype == torch.bfloat16 and _in_panels(dtype)) else dtype
 
 
-def _has_spare_memory(weights: list[Tensor]) -> bool:
+def has_spare_memory(weights: list[Tensor]) -> bool:
+    """Whether a packed copy of these is worth its memory."""
     need = sum(w.numel() * _packed_dtype(w.dtype).itemsize for w in weights)
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > SPARE * need

@@ -1,4 +1,4 @@
-"""cpu_kernels.cpp and cpu_product.cpp, compiled for this processor at first use and kept: takes 3 seconds once a machine.
+"""cpu_kernels.cpp, cpu_product.cpp and cpu_layers.cpp, compiled for this processor at first use and kept: takes 3 seconds once a machine.
 
     $RONDEL_CACHE/kernels/<digest>.so     of the source, the compiler, its options and what the processor can
 
@@ -29,7 +29,8 @@ from rondel.core.errors import UserError
 from rondel.core.events import Warned, emit
 
 SWITCH = "RONDEL_CPU_KERNELS"
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernels.cpp", "cpu_product.cpp")]
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernels.cpp", "cpu_product.cpp", "cpu_layers.cpp")]
+HEADERS = [Path(__file__).with_name(name) for name in ("cpu_rows.h", "cpu_pairs.h")]
 OPTIONS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LONGEST = 300.0  # seconds that a compiler may take, and the one who waits for it
 
@@ -50,6 +51,9 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_pack": [CODE, PLACE, PLACE, WHOLE, WHOLE, THREADS],
     "rondel_product": [CODE, *[PLACE] * 4, *[WHOLE] * 3, THREADS],
     "rondel_decode": [CODE, *[PLACE] * 9, *[WHOLE] * 10, REAL, THREADS],
+    "rondel_pack_pairs": [PLACE, PLACE, *[WHOLE] * 4, THREADS],
+    "rondel_pair_product": [*[PLACE] * 4, *[WHOLE] * 3, THREADS],
+    "rondel_layers": [PLACE, WHOLE, CODE, *[PLACE] * 11, *[WHOLE] * 4, REAL, REAL, THREADS],
 }
 
 
@@ -100,7 +104,7 @@ def _compiled(compiler: str) -> Path:
     found = program.stat()  # asking it for its version takes a process each time
     made_of = "\n".join(
         [
-            *(file.read_text() for file in SOURCES),
+            *(file.read_text() for file in [*HEADERS, *SOURCES]),
             *command,
             f"{program} {found.st_size} {found.st_mtime_ns}",
             _processor(),

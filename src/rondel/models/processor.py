@@ -22,6 +22,12 @@ def has_bf16_products() -> bool:
 
 
 @functools.cache
+def has_bf16_vectors() -> bool:
+    """Whether this CPU multiplies bfloat16 in vectors of AVX-512, and has no AMX."""
+    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+
+
+@functools.cache
 def has_avx2_alone() -> bool:
     """Whether vectors of this CPU are those of AVX2: 8 fp32 numbers, and no AVX-512."""
     return torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_supported()

@@ -25,6 +25,7 @@ from rondel.generate.engine.builtin.sampler import draw_tokens, draw_uniforms, r
 from rondel.generate.engine.builtin.states import SequenceStates, StateMemory
 from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionEncoderCache
 from rondel.models.cache_pools import HostCopy, LayerPools, upload
+from rondel.models.packed_layers import serving_pass_of
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.recurrent.layout import SlotStates
 from rondel.models.routing_tape import RoutingTape
@@ -102,7 +103,7 @@ class ModelRunner:
         states: SequenceStates | None = None,
     ) -> None:
         self.records, self.draft, self.states = records, draft, states
-        self.hidden = loaded.hidden_states if compiled is None else compiled.hidden_states
+        self.hidden = serving_pass_of(loaded) if compiled is None else compiled.hidden_states
         self.loaded, self.pages, self.device = loaded, pages, loaded.device
         self.table = torch.zeros(rows, 256, dtype=torch.int64)
         self.lines = lines_of(loaded, rows, pages.count)

@@ -1,0 +1,355 @@
+"""Layers of an engine's pass on a CPU in one call: all of a decode step, or those parts of a layer that lie around the
+attention of a prompt (cpu_layers.cpp).
+
+    stream fp32 ──> [norm, q k v, rotary, cache | attention | product, sum, norm, gate up, product, sum] x layers ──> norm
+                     one team of threads, a barrier between two operations
+
+A step of few requests spends half of its time in Python and between threads that begin and end, a thousand times a
+step. For dense decoders written like llama's, in bfloat16 with their residual stream in fp32, on CPUs that multiply
+bfloat16 in vectors; every other pass goes through the modules. It rounds where they do, and its products have other
+last bits than oneDNN's, which the trainer multiplies with: as much as two programs in bfloat16 differ anyway. Before the
+first pass of an engine each layer is computed both ways from the same stream, and where one differs the modules stay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rondel.core.events import Warned, emit
+from rondel.models import cpu_kernels
+from rondel.models.blocks import decoder_blocks
+from rondel.models.cache_pools import LayerPools
+from rondel.models.dense_attention import ScoreRule
+from rondel.models.linear import has_pairs, has_spare_memory
+from rondel.models.main_grad import Stamp, stamp_of
+from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
+
+if TYPE_CHECKING:
+    from rondel.models.attention import AttentionLayout
+    from rondel.models.loaded_model import LoadedModel
+
+KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+FRONT, ATTENTION, BACK = 1, 2, 4  # parts of a layer, as in cpu_layers.cpp
+LONGEST = 512  # numbers of a head
+UNIT = 16  # outputs that are packed together
+TOLERANCE = 0.02  # of what a layer adds to the stream: five of bfloat16's half steps
+PROBE = (5, 9, 2)  # tokens of the sequences that are computed both ways
+
+
+def serving_pass_of(loaded: LoadedModel) -> Callable[[Tensor, Tensor, AttentionLayout], Tensor]:
+    """What an engine of this model computes hidden states with, where nothing else was asked for."""
+    layers = PackedLayers(loaded)
+    return layers.hidden_states if layers.may_fit else loaded.hidden_states
+
+
+class PackedLayers:
+    """`PackedLayers(loaded).hidden_states` is `loaded.hidden_states` without gradients and without a tape."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self._layers: list[Any] = decoder_blocks(loaded.model, loaded.decoder) if _may_fit(loaded) else []
+        self._parameters = [p for layer in self._layers for p in layer.parameters()]
+        self._fits: bool | None = None if self._layers and all(_is_plain(layer) for layer in self._layers) else False
+        self._stamp: list[Stamp] = []
+        self._held: list[list[Tensor | None]] = []  # of each layer, in the order of LayerParts
+        self._rules: list[ScoreRule] = []
+        if self._fits is None:
+            loaded.model.packed_layers = self  # who frees packed copies finds it there (models/linear.py)
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether it computes any pass, as far as is known yet."""
+        return self._fits is not False
+
+    @torch.no_grad()
+    def hidden_states(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
+        """[T], [T] -> [T, D]."""
+        if self._fits is None:
+            self._fits = self._is_like_modules()
+        loaded = self.loaded
+        plain = isinstance(layout, PagedLayout) and layout.states is None and positions.ndim == 1 and len(tokens) > 0
+        if not (self._fits and plain and loaded.bank is None and loaded.adapter is None and self._is_packed()):
+            return loaded.hidden_states(tokens, positions, layout)
+        return self._compute(tokens, positions, cast(PagedLayout, layout))
+
+    # -- packed weights ------------------------------------------------------------------------------
+
+    is_trained = True
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of the copies."""
+        return sum(t.nbytes for parts in self._held for at in PRODUCTS if (t := parts[at]) is not None)
+
+    def drop_packed(self) -> None:
+        """Until the next use."""
+        self._stamp, self._held = [], []
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None  # what is packed belongs to the weights it was packed from
+
+    def _is_packed(self) -> bool:
+        """Whether what is packed is up to date, now."""
+        if (stamp := [stamp_of(p) for p in self._parameters]) != self._stamp:
+            if not self._held and not has_spare_memory(self._parameters):
+                return False
+            self._held = []
+            self._held = [_packed_parts(layer) for layer in self._layers]
+            self._stamp = stamp
+        return True
+
+    # -- a pass ----------------------------------------------------------------------------------------
+
+    def _begin(self, tokens: Tensor, positions: Tensor, layout: PagedLayout) -> LayerPass:
+        embedding = self.loaded.model.get_input_embeddings().weight
+        stream = F.embedding(tokens, embedding).float()
+        angles = [x[0].contiguous() for x in self.loaded.decoder.rotary_emb(stream[None], positions[None])]
+        return LayerPass(self._layers, self._held, self._rules, stream, angles, layout)
+
+    def _compute(self, tokens: Tensor, positions: Tensor, layout: PagedLayout) -> Tensor:
+        under_way = self._begin(tokens, positions, layout)
+        if layout.chunks:
+            for at in range(len(self._layers)):
+                under_way.run_around_chunks(at)
+        else:
+            under_way.run(0, len(self._layers), FRONT | ATTENTION | BACK)
+        out: Tensor = self.loaded.decoder.norm(under_way.stream)
+        return out.to(self.loaded.dtype)
+
+    # -- proof ------------------------------------------------------------------------------------------
+
+    def _is_like_modules(self) -> bool:
+        """Prompts and a decode step behind them through the modules, then each layer of them in one call over what the
+        module read. From the modules' pass are the rules of attention, too.
+        """
+        noted: dict[int, ScoreRule] = {}
+        pools, own_pools = ((LayerPools(PROBE_SLOTS), LayerPools(PROBE_SLOTS)) for _ in range(2))
+        worst = 0.0
+        for given, own in zip(_probe_steps(pools, self.loaded), _probe_steps(own_pools, self.loaded), strict=True):
+            tokens, positions, layout = given
+            with _Streams(self._layers) as streams:
+                self.loaded.hidden_states(tokens, positions, cast(Any, _NotedRules(layout, noted)))
+            self._rules = [noted[layer.self_attn.layer_idx] for layer in self._layers]
+            if not all(_is_windowed(rule, self._rules[0].scale) for rule in self._rules) or not self._is_packed():
+                return False
+            under_way = self._begin(*own)
+            for at, (before, after) in enumerate(zip(streams.before, streams.after, strict=True)):
+                under_way.stream.copy_(before)
+                under_way.run_around_chunks(at)
+                off = float((under_way.stream - after).norm() / (after - before).norm().clamp_min(1e-30))
+                worst = max(worst, off) if off == off else math.inf
+        if worst <= TOLERANCE:
+            return True
+        emit(
+            Warned(
+                f"'{self.loaded.name}': a layer of it in one call adds something else than its module, by {worst:.2g} of "
+                f"it (limit {TOLERANCE}), so the engine computes with modules, slower"
+            )
+        )
+        return False
+
+
+class LayerPass:
+    """One pass over layers, under way: the residual stream [T, D] in fp32, and where everything else lies."""
+
+    def __init__(
+        self,
+        layers: list[Any],
+        held: list[list[Tensor | None]],
+        rules: list[ScoreRule],
+        stream: Tensor,
+        angles: list[Tensor],
+        layout: PagedLayout,
+    ) -> None:
+        attention, mlp = layers[0].self_attn, layers[0].mlp
+        size, inner = attention.head_dim, mlp.gate_proj.out_features
+        heads, shared = (layer.out_features // size for layer in (attention.q_proj, attention.k_proj))
+        self.stream, self._layout, self._rules = stream, layout, rules
+        self._eps = layers[0].input_layernorm.variance_epsilon
+        rows, width = stream.shape
+        like = torch.empty(1, shared, size, dtype=torch.bfloat16)
+        numbers = [layer.self_attn.layer_idx for layer in layers]
+        self._keys, self._values = (
+            [pool.layer_pool(at, like) for at in numbers] for pool in (layout.keys, layout.values)
+        )
+        self._table = torch.tensor(
+            [
+                [*(_address(part) for part in parts), k.data_ptr(), v.data_ptr(), rule.window or 0]
+                for parts, k, v, rule in zip(held, self._keys, self._values, rules, strict=True)
+            ]
+        )
+        shapes = [(rows, width), (rows, (heads + 2 * shared) * size), *[(rows, heads, size)] * 2, (rows, inner)]
+        self._rooms = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+        self._q, self._attended = self._rooms[2:4]
+        self._held = held, angles, layout.write.contiguous()  # whose addresses the call reads
+        self._sizes = torch.tensor([rows, width, heads, shared, size, inner, self._keys[0].shape[1]])
+        self._places = torch.tensor([room.data_ptr() for room in self._rooms])
+        batch = layout.decoding
+        self._decoding, self._family = 0, (0, 0, 1)
+        self._contexts: list[Tensor | None] = [None] * 5
+        if batch is not None:
+            self._decoding = len(batch.own)
+            given = (batch.own, batch.lengths, batch.prefix, batch.shared, batch.place)
+            self._contexts = [x if x is None else x.contiguous() for x in given]
+            members = 1 if batch.grid is None else batch.grid.shape[1]
+            self._family = (batch.own.shape[1], 0 if batch.prefix is None else batch.prefix.shape[1], members)
+
+    def run(self, first: int, count: int, parts: int) -> None:
+        """These parts of `count` layers from `first` on."""
+        _, (cosine, sine), write = self._held
+        cpu_kernels.library().rondel_layers(
+            self._table[first].data_ptr(), count, parts, self._sizes.data_ptr(), self.stream.data_ptr(),
+            cosine.data_ptr(), sine.data_ptr(), write.data_ptr(), self._places.data_ptr(),
+            *(_address(x) for x in self._contexts), *self._family, self._decoding, self._eps, self._rules[0].scale,
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def run_around_chunks(self, at: int) -> None:
+        """One layer, with the attention of prompts in between."""
+        self.run(at, 1, FRONT | (ATTENTION if self._decoding else 0))
+        for chunk in self._layout.chunks:
+            own = slice(chunk.start, chunk.start + chunk.length)
+            k, v = (chunk.slots.read(pool)[None] for pool in (self._keys[at], self._values[at]))
+            self._attended[own] = chunk.attend(self._q[own], k, v, self._rules[at])
+        self.run(at, 1, BACK)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+class _NotedRules:
+    """A layout that notes by which rule each layer attends."""
+
+    def __init__(self, layout: PagedLayout, noted: dict[int, ScoreRule]) -> None:
+        self.layout, self.noted = layout, noted
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        self.noted[layer] = rule
+        return self.layout.attend(layer, q, k, v, rule)
+
+
+class _Streams:
+    """The residual stream [T, D] before and behind every layer of a pass."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self._layers, self._hooks = layers, list[Any]()
+        self.before, self.after = list[Tensor](), list[Tensor]()
+
+    def __enter__(self) -> _Streams:
+        for layer in self._layers:
+            self._hooks.append(layer.register_forward_pre_hook(lambda _, args: self.before.append(args[0][0].clone())))
+            self._hooks.append(
+                layer.register_forward_hook(lambda _, __, out: self.after.append(_first(out)[0].clone()))
+            )
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _first(out: Any) -> Tensor:
+    found: Tensor = out[0] if isinstance(out, tuple) else out
+    return found
+
+
+def _is_windowed(rule: ScoreRule, scale: float) -> bool:
+    """Whether it is a softmax of scores with this scale, over a window of tokens or all."""
+    others = (rule.softcap, rule.chunk, rule.sinks, rule.slopes, rule.chosen, rule.images)
+    return rule.scale == scale and all(other is None for other in others)
+
+
+PROBE_SLOTS = sum(PROBE) + 2 * len(PROBE)
+
+
+def _probe_steps(
+    pools: tuple[LayerPools, LayerPools], loaded: LoadedModel
+) -> Iterator[tuple[Tensor, Tensor, PagedLayout]]:
+    """Tokens, positions and layouts of prompts of PROBE tokens, then of a step in which each has one more token."""
+    slots = list(torch.arange(PROBE_SLOTS).split([n + 2 for n in PROBE]))
+    token = (torch.arange(PROBE_SLOTS) * 7919 + 3) % loaded.token_count
+    prompts = [own[:n] for own, n in zip(slots, PROBE)]
+    starts = [sum(PROBE[:i]) for i in range(len(PROBE))]
+    chunks = [PrefillChunk(start, n, own) for start, n, own in zip(starts, PROBE, prompts)]
+    write = torch.cat(prompts)
+    yield token[write], torch.cat([torch.arange(n) for n in PROBE]), PagedLayout(*pools, write, chunks)
+    write = torch.stack([own[n] for own, n in zip(slots, PROBE)])
+    own = nn.utils.rnn.pad_sequence([one[: n + 1] for one, n in zip(slots, PROBE)], batch_first=True)
+    lengths = torch.tensor(PROBE) + 1
+    yield token[write], lengths - 1, PagedLayout(*pools, write, [], DecodeBatch(own, lengths))
+
+
+# -- which models -----------------------------------------------------------------------------------------
+
+
+def _may_fit(loaded: LoadedModel) -> bool:
+    """Whether its passes are those of one process and of plain weights in bfloat16 here."""
+    return (
+        loaded.device.type == "cpu"
+        and loaded.dtype == torch.bfloat16
+        and has_pairs()
+        and loaded.fp32_stream
+        and not (loaded.aligned or loaded.leads_ranks or loaded.routers or loaded.indexers or loaded.compressed)
+        and loaded.state_bytes == 0
+        and loaded.adapter is None
+        and loaded.sight is None
+        and loaded.stage is None
+        and loaded.blocks is None
+        and loaded.weights is None
+    )
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer is written like llama's, of weights that lie as they are."""
+    if type(layer).__name__ not in KINDS:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    products = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    gated = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(attention)]
+    return (
+        all(type(one) is nn.Linear and type(one.weight) is nn.Parameter for one in [*products, *gated])
+        and all(one.bias is None for one in gated)
+        and len({one.bias is None for one in products[:3]}) == 1
+        and all(p.dtype == torch.bfloat16 and p.is_contiguous() for p in layer.parameters())
+        and all(n % UNIT == 0 for one in [*products, *gated] for n in one.weight.shape)
+        and attention.head_dim % UNIT == 0
+        and attention.head_dim <= LONGEST
+        and all(norm.variance_epsilon == norms[0].variance_epsilon for norm in norms)
+        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    )
+
+
+def _head_norms(attention: Any) -> list[Any]:
+    return [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+
+
+PRODUCTS = (1, 5, 8, 9)  # of the parts below, those that are copies
+
+
+def _packed_parts(layer: Any) -> list[Tensor | None]:
+    """As LayerParts in cpu_layers.cpp names them, up to the cache."""
+    attention, mlp = layer.self_attn, layer.mlp
+    joined = [attention.q_proj, attention.k_proj, attention.v_proj]
+    biases = None if joined[0].bias is None else torch.cat([one.bias.detach() for one in joined]).float()
+    q_norm, k_norm = [norm.weight.detach() for norm in _head_norms(attention)] or (None, None)
+    out = attention.o_proj
+    return [
+        layer.input_layernorm.weight.detach(),
+        cpu_kernels.pack_pairs([one.weight for one in joined]),
+        biases,
+        q_norm,
+        k_norm,
+        cpu_kernels.pack_pairs([out.weight]),
+        None if out.bias is None else out.bias.detach().float(),
+        layer.post_attention_layernorm.weight.detach(),
+        cpu_kernels.pack_pairs([mlp.gate_proj.weight, mlp.up_proj.weight], in_turns=True),
+        cpu_kernels.pack_pairs([mlp.down_proj.weight]),
+    ]

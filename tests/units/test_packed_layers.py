@@ -1,0 +1,222 @@
+"""Layers of a decode step in one call: the products of pairs against float64, the pass against the modules, and the
+passes that go through these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kits.engine import SIZE, all_of, ask, engine, prompt
+from rondel.core.events import Warned, subscribe
+from rondel.models import cpu_kernels, linear, native_library, packed_layers
+from rondel.models.cache_pools import LayerPools
+from rondel.models.head import LMHead
+from rondel.models.linear import packed_linears
+from rondel.models.load import load_model
+from rondel.models.main_grad import weights_changed
+from rondel.models.packed_layers import PackedLayers
+from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
+
+bf16 = torch.bfloat16
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 9},
+    "qwen2": {"num_key_value_heads": 4},
+    "qwen3": {"head_dim": 32},
+}
+
+
+@pytest.fixture(autouse=True)
+def pairs(monkeypatch):
+    """A processor that multiplies bfloat16 in vectors; on another one the same sums are taken one after the other."""
+    if (library := native_library.native_library()) is None:
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setattr(cpu_kernels, "_loaded", library)
+    monkeypatch.setattr(linear, "has_bf16_vectors", lambda: True)
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(bf16)
+
+
+@pytest.mark.parametrize("widths", [(48, 16, 32), (37,), (16,)])
+@pytest.mark.parametrize("inside", [2, 66, 1040])
+def test_products_of_pairs(widths, inside):
+    weights, x = [numbers(n, inside, seed=n) for n in widths], numbers(29, inside)
+    packed = cpu_kernels.pack_pairs(weights)
+    for bias in (None, torch.linspace(-1, 1, sum(widths))):
+        out = cpu_kernels.pair_product(x, packed, bias, sum(widths))
+        wanted = x.double() @ torch.cat(weights).double().t() + (0 if bias is None else bias)
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=2e-6 * inside)
+        for rows in range(1, 29):
+            some = cpu_kernels.pair_product(x[3 : 3 + rows], packed, bias, sum(widths))
+            assert torch.equal(some, out[3 : 3 + rows]), "a row has its bits in every company"
+    assert cpu_kernels.pair_product(x[:0], packed, None, sum(widths)).shape == (0, sum(widths))
+
+
+def test_more_rows_than_one_reading_of_the_weights_takes():
+    x, w = numbers(450, 64), numbers(80, 64, seed=1)
+    whole = cpu_kernels.pair_product(x, cpu_kernels.pack_pairs([w]), None, 80)
+    torch.testing.assert_close(whole, x.float() @ w.float().t(), rtol=1e-4, atol=1e-4)
+
+
+def test_two_weights_packed_in_turns():
+    gate, up, x = numbers(48, 32, seed=1), numbers(48, 32, seed=2), numbers(5, 32)
+    out = cpu_kernels.pair_product(x, cpu_kernels.pack_pairs([gate, up], in_turns=True), None, 96)
+    halves = out.view(5, 3, 2, 16)
+    for i, w in enumerate((gate, up)):
+        torch.testing.assert_close(halves[:, :, i].reshape(5, 48), x.float() @ w.float().t(), rtol=1e-4, atol=1e-4)
+
+
+def model(kind, **config):
+    """Random weights in bfloat16, three times as large as they begin, and the same in float32."""
+    config = SIZE | {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2} | FAMILIES[kind] | config
+    loaded = load_model({"random": kind, "seed": 3, **config}, dtype="bfloat16")
+    with torch.no_grad():
+        for i, p in enumerate(loaded.model.parameters()):
+            p.mul_(3) if p.dim() > 1 else p.add_(torch.linspace(-0.4, 0.4, len(p)).mul(1 - i % 3).to(bf16))
+    exact = copy.deepcopy(loaded.model).float()
+    exact.get_input_embeddings().fp32_stream = False
+    return loaded, replace(loaded, model=exact, head=LMHead.from_model(exact))
+
+
+def steps_of(pools):
+    """Two families of three siblings behind a common prompt, and a step of prompts beside requests that decode."""
+    n, slots = 21, torch.arange(100)
+    token = (torch.arange(100) * 7 + 3) % 50
+    prompts = [slots[:n], slots[n : 2 * n]]
+    chunks = [PrefillChunk(0, n, prompts[0]), PrefillChunk(n, n, prompts[1])]
+    write = torch.cat(prompts)
+    yield token[write], torch.arange(n).repeat(2), PagedLayout(*pools, write, chunks)
+    own = slots[42:48]
+    place = torch.arange(6)
+    grid = place.view(2, 3)
+    batch = DecodeBatch(
+        own[:, None], torch.ones(6, dtype=torch.long), torch.stack(prompts), torch.tensor([n, n]), grid, place
+    )
+    yield token[own], torch.full((6,), n), PagedLayout(*pools, own, [], batch)
+    fresh, after = slots[60:71], slots[50:52]
+    own = torch.stack(
+        [torch.cat([prompts[0], slots[42:43], after[:1]]), torch.cat([prompts[1], slots[45:46], after[1:]])]
+    )
+    write = torch.cat([fresh, after])
+    layout = PagedLayout(*pools, write, [PrefillChunk(0, 11, fresh)], DecodeBatch(own, torch.tensor([n + 2] * 2)))
+    yield token[write], torch.cat([torch.arange(11), torch.tensor([n + 1] * 2)]), layout
+
+
+def logprobs(loaded, hidden_states, pages=100):
+    found = []
+    with torch.inference_mode():
+        for tokens, positions, layout in steps_of((LayerPools(pages), LayerPools(pages))):
+            found.append(loaded.head.logits(hidden_states(tokens, positions, layout)).float().log_softmax(-1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_pass_is_that_of_the_modules(kind):
+    loaded, exact = model(kind)
+    layers = PackedLayers(loaded)
+    ours, theirs = logprobs(loaded, layers.hidden_states), logprobs(loaded, loaded.hidden_states)
+    assert layers._fits and layers.packed_bytes > 0
+    truth = logprobs(exact, exact.hidden_states)
+    off, usual = (ours - truth).abs().mean(), (theirs - truth).abs().mean()
+    assert 0 < off < 1.2 * usual, (off, usual)
+    assert (ours - theirs).abs().mean() < 1.5 * usual
+
+
+def test_bits_do_not_depend_on_threads_or_company():
+    loaded, _ = model("llama")
+    layers, before = PackedLayers(loaded), torch.get_num_threads()
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(logprobs(loaded, layers.hidden_states))
+    torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    pools = LayerPools(100), LayerPools(100)
+    with torch.inference_mode():
+        steps = list(steps_of(pools))
+        layers.hidden_states(*steps[0])
+        tokens, positions, layout = steps[1]
+        whole = layers.hidden_states(tokens, positions, layout)
+        for row in range(6):
+            own = torch.cat([layout.decoding.prefix[row // 3], layout.decoding.own[row]])[None]
+            alone = PagedLayout(*pools, layout.write[row : row + 1], [], DecodeBatch(own, torch.tensor([22])))
+            assert torch.equal(
+                layers.hidden_states(tokens[row : row + 1], positions[row : row + 1], alone)[0], whole[row]
+            )
+
+
+def test_new_weights_are_packed_before_the_next_pass():
+    loaded, _ = model("qwen3")
+    layers = PackedLayers(loaded)
+    first = logprobs(loaded, layers.hidden_states)
+    held = layers.packed_bytes
+    with torch.no_grad():
+        loaded.model.model.layers[1].self_attn.q_norm.weight.mul_(0.5)
+    second = logprobs(loaded, layers.hidden_states)
+    assert not torch.equal(first, second)
+    loaded.model.model.layers[0].mlp.up_proj.weight.detach().view(torch.int16).numpy()[0] ^= 1  # past torch's counters
+    weights_changed()
+    third = logprobs(loaded, layers.hidden_states)
+    assert not torch.equal(second, third)
+    for copies in packed_linears(loaded.model):
+        copies.drop_packed()
+    assert layers.packed_bytes == 0
+    assert torch.equal(logprobs(loaded, layers.hidden_states), third) and layers.packed_bytes == held
+
+
+def test_where_the_one_call_differs_the_modules_stay(monkeypatch):
+    """A planted fault: norms of the second half of a layer that read the first one's weight."""
+    loaded, _ = model("llama")
+    told = []
+    forget = subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+    plain = packed_layers._packed_parts
+    monkeypatch.setattr(
+        packed_layers, "_packed_parts", lambda layer: plain(layer)[:7] + plain(layer)[:1] + plain(layer)[8:]
+    )
+    layers = PackedLayers(loaded)
+    ours = logprobs(loaded, layers.hidden_states)
+    forget()
+    assert torch.equal(ours, logprobs(loaded, loaded.hidden_states))
+    assert layers._fits is False and len(told) == 1 and "adds something else" in told[0] and "slower" in told[0]
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "qwen3_moe", "lfm2"])
+def test_other_families_go_through_their_modules(kind):
+    loaded = load_model({"random": kind, "seed": 3, **SIZE}, dtype="bfloat16")
+    assert packed_layers.serving_pass_of(loaded) == loaded.hidden_states
+
+
+def test_float32_and_aligned_numerics_go_through_modules():
+    for dtype, changes in (("float32", {}), ("bfloat16", {"aligned": True}), ("bfloat16", {"routers": 1})):
+        loaded = load_model({"random": "llama", "seed": 3, **SIZE}, dtype=dtype)
+        assert not PackedLayers(replace(loaded, **changes)).may_fit
+
+
+def test_a_copy_of_the_model_has_no_packed_layers():
+    loaded, _ = model("llama")
+    layers = PackedLayers(loaded)
+    logprobs(loaded, layers.hidden_states)
+    again = copy.deepcopy(loaded.model)
+    assert again.packed_layers is None and not any(copies.packed_bytes for copies in packed_linears(again))
+
+
+def test_an_engine_tells_what_a_scoring_pass_tells():
+    """Whole requests, prompts and siblings among them, through the engine that takes this pass by itself."""
+    loaded, _ = model("llama")
+    e = engine(loaded)
+    found = asyncio.run(
+        all_of(e, [ask(prompt(g, 12 + 9 * g), key=10 * g + s, n=8) for g in range(2) for s in range(3)])
+    )
+    assert loaded.model.packed_layers._fits
+    for g, answer in enumerate(found):
+        given = prompt(g // 3, 12 + 9 * (g // 3))
+        scored = e.runner.score([*given, *answer.tokens])[len(given) :]
+        assert answer.logprobs == pytest.approx(scored, abs=0.06)
