@@ -235,6 +235,22 @@ def test_what_is_packed_in_panels_has_the_bits_of_training(dtype, with_bias, mon
         assert torch.equal(parts[0](x)[0], product(x, weights[0], biases[0] if biases else None))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_short_pass_may_go_without_packing(dtype):
+    x, w = numbers(7, 32, dtype=dtype), numbers(48, 32, seed=1, dtype=dtype)
+    stack = PackedLinear()
+    with torch.no_grad():
+        with linear.without_packing():
+            assert not stack.can_pack(x, [w], []) and stack.packed_bytes == 0
+        assert stack.can_pack(x, [w], [])
+        with linear.without_packing():
+            assert stack.can_pack(x, [w], []), "what is packed is used"
+            w.mul_(2)
+            assert not stack.can_pack(x, [w], []), "and not when it is stale"
+            plain = product(x, w)
+        assert stack.can_pack(x, [w], []) and torch.equal(stack(x)[0], plain)
+
+
 def changes(module):
     yield "in place", lambda: module.q_proj.weight.mul_(2)
     yield "an optimizer", lambda: step(module)

@@ -296,58 +296,79 @@ void decode_one(const T *q, const T *keys, const T *values, T *out, const int64_
 
 #ifdef __AVX512BF16__
 constexpr int64_t PAIRS = 2 * LANES;  // numbers of a register
-constexpr int64_t MOST_PARTS = 8;     // registers of a head
 
-// The same by products of pairs: of two numbers of a head for a score, of two tokens for a sum of values.
+inline __m512bh load_pairs(const bf16 *from) { return (__m512bh)_mm512_loadu_si512(from); }
+
+// out [R, P registers] of R queries: weights [R, steps] in bfloat16 over values, two tokens at a time
+template <int P, int R>
+inline void weigh_values(const bf16 *values, const int64_t *slots, int64_t count, const float *weights, int64_t step, bf16 *out) {
+    constexpr int64_t size = P * PAIRS;
+    __m512 low[R][P], high[R][P];
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < P; i++) low[r][i] = high[r][i] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < count; t += 2) {
+        const bf16 *first = values + slots[t] * size, *second = values + slots[std::min(t + 1, count - 1)] * size;
+        __m512bh both[R];
+        for (int r = 0; r < R; r++) {
+            int32_t pair;
+            memcpy(&pair, weights + r * step + t / LANES * LANES + t % LANES / 2, sizeof pair);
+            both[r] = (__m512bh)_mm512_set1_epi32(pair);
+        }
+        for (int i = 0; i < P; i++) {
+            __m512i a = _mm512_loadu_si512(first + i * PAIRS), c = _mm512_loadu_si512(second + i * PAIRS);
+            __m512bh near = (__m512bh)_mm512_unpacklo_epi16(a, c), far = (__m512bh)_mm512_unpackhi_epi16(a, c);
+            for (int r = 0; r < R; r++) low[r][i] = _mm512_dpbf16_ps(low[r][i], both[r], near);
+            for (int r = 0; r < R; r++) high[r][i] = _mm512_dpbf16_ps(high[r][i], both[r], far);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < P; i++) {  // by quarters of a register: four numbers of `low`, four of `high`
+            float a[LANES], c[LANES];
+            _mm512_storeu_ps(a, low[r][i]), _mm512_storeu_ps(c, high[r][i]);
+            for (int64_t l = 0; l < LANES; l++) {
+                int64_t at = r * size + i * PAIRS + l / 4 * 8 + l % 4;
+                narrow(a[l], out[at]), narrow(c[l], out[at + 4]);
+            }
+        }
+}
+
+// `decode_one` by products of pairs: of two numbers of a head for a score, of two tokens for a sum of values.
+template <int P>
 inline void decode_pairs(const bf16 *q, const bf16 *keys, const bf16 *values, bf16 *out, const int64_t *slots,
-                         int64_t count, int64_t repeats, int64_t size, float scale, float *scores) {
-    int64_t parts = size / PAIRS, blocks = (count + LANES - 1) / LANES;
-    auto read = [](const bf16 *from) { return _mm512_loadu_si512(from); };
+                         int64_t count, int64_t repeats, float scale, float *scores) {
+    constexpr int64_t size = P * PAIRS;
+    int64_t blocks = (count + LANES - 1) / LANES, step = blocks * LANES;
     for (int64_t b = 0; b < blocks; b++) {
         const bf16 *rows[LANES];
         for (int64_t t = 0; t < LANES; t++) rows[t] = keys + slots[std::min(b * LANES + t, count - 1)] * size;
         for (int64_t t = (b + 1) * LANES; t < std::min(count, (b + 2) * LANES); t++)
-            for (int64_t i = 0; i < parts; i++) __builtin_prefetch(keys + slots[t] * size + i * PAIRS);
+            for (int i = 0; i < P; i++) __builtin_prefetch(keys + slots[t] * size + i * PAIRS);
         for (int64_t r = 0; r < repeats; r++) {
-            __m512 sums[LANES];
-            for (int64_t t = 0; t < LANES; t++) {
-                sums[t] = _mm512_setzero_ps();
-                for (int64_t i = 0; i < parts; i++)
-                    sums[t] = _mm512_dpbf16_ps(sums[t], (__m512bh)read(rows[t] + i * PAIRS), (__m512bh)read(q + r * size + i * PAIRS));
+            __m512bh asked[P];
+            for (int i = 0; i < P; i++) asked[i] = load_pairs(q + r * size + i * PAIRS);
+            lanes_t sums[LANES];
+            for (int t = 0; t < LANES; t++) {
+                __m512 sum = _mm512_setzero_ps();
+                for (int i = 0; i < P; i++) sum = _mm512_dpbf16_ps(sum, load_pairs(rows[t] + i * PAIRS), asked[i]);
+                sums[t] = (lanes_t)sum;
             }
-            lanes_t *folded = (lanes_t *)sums;
-            fold<8>(folded);
-            fold<4>(folded);
-            fold<2>(folded);
-            fold<1>(folded);
-            _mm512_storeu_ps(scores + (r * blocks + b) * LANES, _mm512_mul_ps(sums[0], _mm512_set1_ps(scale)));
+            fold<8>(sums);
+            fold<4>(sums);
+            fold<2>(sums);
+            fold<1>(sums);
+            _mm512_storeu_ps(scores + r * step + b * LANES, _mm512_mul_ps((__m512)sums[0], _mm512_set1_ps(scale)));
         }
     }
     weigh_scores<bf16>(scores, count, blocks, repeats);
     for (int64_t at = 0; at < repeats * blocks; at++)  // rounded weights as they are, two of them a pair
         _mm256_storeu_si256((__m256i *)(scores + at * LANES), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(scores + at * LANES)));
-    for (int64_t r = 0; r < repeats; r++) {
-        __m512 low[MOST_PARTS], high[MOST_PARTS];
-        const float *weights = scores + r * blocks * LANES;
-        for (int64_t i = 0; i < parts; i++) low[i] = high[i] = _mm512_setzero_ps();
-        for (int64_t t = 0; t < count; t += 2) {
-            const bf16 *first = values + slots[t] * size, *second = values + slots[std::min(t + 1, count - 1)] * size;
-            int32_t pair;
-            memcpy(&pair, weights + t / LANES * LANES + t % LANES / 2, sizeof pair);
-            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-            for (int64_t i = 0; i < parts; i++) {
-                __m512i a = read(first + i * PAIRS), c = read(second + i * PAIRS);
-                low[i] = _mm512_dpbf16_ps(low[i], both, (__m512bh)_mm512_unpacklo_epi16(a, c));
-                high[i] = _mm512_dpbf16_ps(high[i], both, (__m512bh)_mm512_unpackhi_epi16(a, c));
-            }
-        }
-        for (int64_t i = 0; i < parts; i++) {  // by quarters of a register: four numbers of `low`, four of `high`
-            float a[LANES], c[LANES];
-            _mm512_storeu_ps(a, low[i]), _mm512_storeu_ps(c, high[i]);
-            for (int64_t l = 0; l < LANES; l++) {
-                int64_t at = r * size + i * PAIRS + l / 4 * 8 + l % 4;
-                narrow(a[l], out[at]), narrow(c[l], out[at + 4]);
-            }
+    for (int64_t r = 0; r < repeats;) {
+        const float *weights = scores + r * step;
+        bf16 *to = out + r * size;
+        switch (P <= 2 ? std::min<int64_t>(repeats - r, 3) : 1) {
+            case 3: weigh_values<P, 3>(values, slots, count, weights, step, to), r += 3; break;
+            case 2: weigh_values<P, 2>(values, slots, count, weights, step, to), r += 2; break;
+            default: weigh_values<P, 1>(values, slots, count, weights, step, to), r += 1;
         }
     }
 }
@@ -373,10 +394,14 @@ inline void decode_job(const T *q, const T *keys, const T *values, T *out, const
     lanes_t *aligned = (lanes_t *)(((uintptr_t)room.data() + sizeof(lanes_t) - 1) / sizeof(lanes_t) * sizeof(lanes_t));
     int64_t first = (row * heads + head) * repeats * size;
 #ifdef __AVX512BF16__
-    if constexpr (sizeof(T) == sizeof(bf16))
-        if (size % PAIRS == 0 && size / PAIRS <= MOST_PARTS)
-            return decode_pairs(q + first, keys + head * pages * size, values + head * pages * size, out + first,
-                                slots.data(), count, repeats, size, scale, (float *)aligned);
+    if constexpr (sizeof(T) == sizeof(bf16)) {
+        const bf16 *asked = q + first, *k = keys + head * pages * size, *v = values + head * pages * size;
+        float *scores = (float *)aligned;
+        if (size == PAIRS) return decode_pairs<1>(asked, k, v, out + first, slots.data(), count, repeats, scale, scores);
+        if (size == 2 * PAIRS) return decode_pairs<2>(asked, k, v, out + first, slots.data(), count, repeats, scale, scores);
+        if (size == 3 * PAIRS) return decode_pairs<3>(asked, k, v, out + first, slots.data(), count, repeats, scale, scores);
+        if (size == 4 * PAIRS) return decode_pairs<4>(asked, k, v, out + first, slots.data(), count, repeats, scale, scores);
+    }
 #endif
     decode_one(q + first, keys + head * pages * size, values + head * pages * size, out + first, slots.data(), count,
                repeats, size, scale, aligned);

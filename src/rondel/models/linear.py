@@ -228,6 +228,16 @@ def equal_blocks(dtype: torch.dtype) -> Iterator[None]:
         _company.rows = outer
 
 
+@contextmanager
+def without_packing() -> Iterator[None]:
+    """Inside, nothing is packed that is not: for one short pass over weights that no other pass reads packed."""
+    outer, _company.packs = getattr(_company, "packs", True), False
+    try:
+        yield
+    finally:
+        _company.packs = outer
+
+
 class PackedLinear:
     """Weights [O_i, I] that read the same input, as one packed product whenever nobody wants gradients.
     `sums`: its results are wanted in fp32, and no pass with gradients has other bits beside them.
@@ -250,6 +260,8 @@ class PackedLinear:
             else []
         )
         moved = self._packed is not None and self._form != self._form_of(weights[0])
+        if (stamp != self.stamp or moved) and not getattr(_company, "packs", True):
+            return False
         if stamp != self.stamp or moved:
             if stamp and (self._packed is not None or has_spare_memory(weights)):
                 self._pack_weights(weights, biases)
@@ -460,6 +472,11 @@ class PackedCopy(Protocol):
     def packed_bytes(self) -> int: ...
 
     def drop_packed(self) -> None: ...
+
+
+def has_packed_layers(model: nn.Module) -> bool:
+    """Whether an engine computes it with packed layers, and needs no packed products of its modules."""
+    return model.__dict__.get("packed_layers") is not None and model.packed_layers.may_fit
 
 
 def packed_linears(model: nn.Module) -> list[PackedCopy]:

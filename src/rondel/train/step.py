@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,7 +180,7 @@ class LocalTrainer:
                 f"token {strange[0]} does not exist: this model's tokens are 0 to {vocab - 1}. Was the prompt made by "
                 f"another tokenizer?"
             )
-        return await self._run_on_device(notes.logprobs_of, self.loaded, tokens)
+        return await self._run_on_device(self._logprobs_of, tokens)
 
     async def save(self, path: Path) -> None:
         await self._run_on_device(checkpoint.save_trainer, self, path)
@@ -202,6 +202,10 @@ class LocalTrainer:
         await self._run_on_device(self.offload.wake)
 
     # -- on the device's thread ------------------------------------------------------------------
+
+    def _logprobs_of(self, tokens: list[int]) -> list[float]:
+        with linear.without_packing() if linear.has_packed_layers(self.loaded.model) else nullcontext():
+            return notes.logprobs_of(self.loaded, tokens)
 
     def _load(self, path: Path) -> None:
         checkpoint.load_trainer(self, path)
