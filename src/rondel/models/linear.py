@@ -476,7 +476,8 @@ class PackedCopy(Protocol):
 
 def has_packed_layers(model: nn.Module) -> bool:
     """Whether an engine computes it with packed layers, and needs no packed products of its modules."""
-    return model.__dict__.get("packed_layers") is not None and model.packed_layers.may_fit
+    layers = model.__dict__.get("packed_layers")
+    return layers is not None and bool(layers.may_fit)
 
 
 def packed_linears(model: nn.Module) -> list[PackedCopy]:
