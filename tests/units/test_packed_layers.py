@@ -172,6 +172,25 @@ def test_new_weights_are_packed_before_the_next_pass():
     assert torch.equal(logprobs(loaded, layers.hidden_states), third) and layers.packed_bytes == held
 
 
+def test_a_model_that_was_changed_goes_through_its_modules():
+    for change in ("another parameter", "another module", "rounded"):
+        loaded, _ = model("llama")
+        layers = PackedLayers(loaded)
+        before = logprobs(loaded, layers.hidden_states)
+        attention = loaded.model.model.layers[1].self_attn
+        if change == "another parameter":
+            attention.v_proj.weight = torch.nn.Parameter(attention.v_proj.weight.detach() * 0.5)
+            packed = logprobs(loaded, layers.hidden_states)
+            assert not torch.equal(packed, before), change
+            torch.testing.assert_close(packed, logprobs(loaded, loaded.hidden_states), rtol=0, atol=0.05)
+            continue
+        if change == "another module":
+            attention.o_proj = torch.nn.Sequential(attention.o_proj, torch.nn.Identity())
+        else:
+            loaded.round_sums()
+        assert torch.equal(logprobs(loaded, layers.hidden_states), logprobs(loaded, loaded.hidden_states)), change
+
+
 def test_where_the_one_call_differs_the_modules_stay(monkeypatch):
     """A planted fault: norms of the second half of a layer that read the first one's weight."""
     loaded, _ = model("llama")

@@ -54,7 +54,9 @@ class PackedLayers:
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self._layers: list[Any] = decoder_blocks(loaded.model, loaded.decoder) if _may_fit(loaded) else []
-        self._parameters = [p for layer in self._layers for p in layer.parameters()]
+        modules = [module for layer in self._layers for module in layer.modules()]
+        self._parts = [(one._modules, name, part) for one in modules for name, part in one._modules.items()]
+        self._weights = [(one._parameters, name) for one in modules for name in one._parameters]
         self._fits: bool | None = None if self._layers and all(_is_plain(layer) for layer in self._layers) else False
         self._stamp: list[Stamp] = []
         self._held: list[list[Tensor | None]] = []  # of each layer, in the order of LayerParts
@@ -72,10 +74,9 @@ class PackedLayers:
         """[T], [T] -> [T, D]."""
         if self._fits is None:
             self._fits = self._is_like_modules()
-        loaded = self.loaded
         plain = isinstance(layout, PagedLayout) and layout.states is None and positions.ndim == 1 and len(tokens) > 0
-        if not (self._fits and plain and loaded.bank is None and loaded.adapter is None and self._is_packed()):
-            return loaded.hidden_states(tokens, positions, layout)
+        if not (self._fits and plain and self._is_unchanged() and self._is_packed()):
+            return self.loaded.hidden_states(tokens, positions, layout)
         return self._compute(tokens, positions, cast(PagedLayout, layout))
 
     # -- packed weights ------------------------------------------------------------------------------
@@ -94,10 +95,15 @@ class PackedLayers:
     def __deepcopy__(self, memo: Any) -> None:
         return None  # what is packed belongs to the weights it was packed from
 
+    def _is_unchanged(self) -> bool:
+        """Whether the model is still the one that was looked at."""
+        return _may_fit(self.loaded) and all(parts.get(name) is part for parts, name, part in self._parts)
+
     def _is_packed(self) -> bool:
         """Whether what is packed is up to date, now."""
-        if (stamp := [stamp_of(p) for p in self._parameters]) != self._stamp:
-            if not self._held and not has_spare_memory(self._parameters):
+        weights = [p for held, name in self._weights if (p := held[name]) is not None]
+        if (stamp := [stamp_of(p) for p in weights]) != self._stamp:
+            if not self._held and not has_spare_memory(weights):
                 return False
             self._held = []
             self._held = [_packed_parts(layer) for layer in self._layers]
@@ -128,6 +134,9 @@ class PackedLayers:
         """Prompts and a decode step behind them through the modules, then each layer of them in one call over what the
         module read. From the modules' pass are the rules of attention, too.
         """
+        size = self._layers[0].self_attn.head_dim
+        if self.loaded.decoder.rotary_emb(torch.zeros(1, 1, size), torch.zeros(1, 1).long())[0].shape != (1, 1, size):
+            return False  # a part of a head stays as it is
         noted: dict[int, ScoreRule] = {}
         pools, own_pools = ((LayerPools(PROBE_SLOTS), LayerPools(PROBE_SLOTS)) for _ in range(2))
         worst = 0.0
@@ -299,6 +308,7 @@ def _may_fit(loaded: LoadedModel) -> bool:
         and not (loaded.aligned or loaded.leads_ranks or loaded.routers or loaded.indexers or loaded.compressed)
         and loaded.state_bytes == 0
         and loaded.adapter is None
+        and loaded.bank is None
         and loaded.sight is None
         and loaded.stage is None
         and loaded.blocks is None
