@@ -289,7 +289,7 @@ class PackedLinear:
         """How a weight is packed here."""
         if self._sums and weight.dtype == torch.bfloat16 and not weight.shape[1] % 2 and has_pairs():
             return PAIRS
-        return PANELS if _in_panels(weight.dtype) else ONEDNN
+        return PANELS if in_panels(weight.dtype) else ONEDNN
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """After `carries`: x [..., I] -> [..., O_i] for each of the weights."""
@@ -525,7 +525,7 @@ def _available(dtype: torch.dtype) -> bool:
     return torch.allclose(ours.float(), F.linear(x.float(), w.float()), atol=0.05 if dtype == torch.bfloat16 else 1e-5)
 
 
-def _in_panels(dtype: torch.dtype) -> bool:
+def in_panels(dtype: torch.dtype) -> bool:
     """Whether weights are packed as models/cpu_kernels.py has them, and not as oneDNN does."""
     return (dtype == torch.float32 or is_widened(dtype)) and has_avx2_alone() and has_panels()
 
@@ -539,7 +539,7 @@ def has_pairs() -> bool:
 
 def _packed_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of packed weights: panels of bfloat16 are multiplied in fp32 as they are."""
-    return torch.float32 if is_widened(dtype) and not (dtype == torch.bfloat16 and _in_panels(dtype)) else dtype
+    return torch.float32 if is_widened(dtype) and not (dtype == torch.bfloat16 and in_panels(dtype)) else dtype
 
 
 def has_spare_memory(weights: list[Tensor]) -> bool:
