@@ -139,8 +139,6 @@ def test_a_rank_receives_the_bytes_of_the_plan(capsys, mesh):
                 "flow_video",
                 "--groups",
                 "1",
-                "--samples",
-                "3",
                 "--json",
             ]
         )

@@ -286,8 +286,9 @@ class PackedLinear:
         self._packed = packed, bias, [len(w) for w in weights]
 
     def _form_of(self, weight: Tensor) -> str:
-        """How a weight is packed here."""
-        if self._sums and weight.dtype == torch.bfloat16 and not weight.shape[1] % 2 and has_pairs():
+        """How a weight is packed here. Where bits are compared with those of ranks that pack nothing, oneDNN has both."""
+        compared = getattr(_company, "rows", 0) > 0
+        if self._sums and not compared and weight.dtype == torch.bfloat16 and not weight.shape[1] % 2 and has_pairs():
             return PAIRS
         return PANELS if in_panels(weight.dtype) else ONEDNN
 
