@@ -81,7 +81,7 @@ def test_without_bf16_instructions_a_bf16_product_is_the_rounded_fp32_product(sh
     with torch.no_grad():
         assert stack.can_pack(x, [w], [b] if with_bias else [])
         # in panels of 16 columns bf16 stays what it is, for oneDNN it is widened
-        assert stack.packed_bytes == (32 * 16 * 2 if linear.in_panels(bf16) else 24 * 16 * 4)
+        assert stack.packed_bytes == (32 * 16 * 2 if linear._in_panels(bf16) else 24 * 16 * 4)
         assert torch.equal(stack(x)[0], ours)
 
 

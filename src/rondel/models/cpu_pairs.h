@@ -11,6 +11,7 @@
 namespace {
 
 constexpr int64_t WIDTH = 32;      // outputs of a panel: two registers
+constexpr int64_t HALF = 16;       // outputs of a register
 constexpr int64_t PAIR_TILE = 12;  // rows: with 32 outputs three quarters of all registers hold sums
 constexpr int64_t PAIR_ROWS = 192;  // rows that are computed over one reading of the weights
 
@@ -68,17 +69,17 @@ inline void pair_panel(int64_t rows, const bf16 *x, int64_t step, const bf16 *pa
     }
 }
 
-// `use(first row, rows, panel, sums)` of each panel, on the threads of the region that this is called in, which do not wait
+// `use(first row, rows, panel, sums [rows, WIDTH])` of each panel, on the threads of the region that this is called in, which do not wait
 // for each other at its end.
 template <class Use>
-inline void multiply(const bf16 *x, const bf16 *w, int64_t rows, int64_t in, int64_t width, const Use &use) {
+inline void pair_product(const bf16 *x, const bf16 *panels, int64_t rows, int64_t in, int64_t count, const Use &use) {
     for (int64_t first = 0; first < rows; first += PAIR_ROWS) {
         int64_t some = std::min(PAIR_ROWS, rows - first);
         alignas(64) float sums[PAIR_ROWS * WIDTH];
 #pragma omp for schedule(dynamic) nowait
-        for (int64_t p = 0; p < (width + WIDTH - 1) / WIDTH; p++) {
-            pair_panel(some, x + first * in, in, w + p * in * WIDTH, in / 2, sums);
-            use(first, some, p, Sums{sums, WIDTH, HALF});
+        for (int64_t p = 0; p < count; p++) {
+            pair_panel(some, x + first * in, in, panels + p * in * WIDTH, in / 2, sums);
+            use(first, some, p, sums);
         }
     }
 }

@@ -111,14 +111,6 @@ template <class T> float inverse_rms(const T *x, int64_t size, float eps) {
     }
     return 1.0f / std::sqrt(total(lanes) / float(size) + eps);
 }
-// Sums of a product, HALF outputs of a row at a time: those of row r and half h (0, 1) of a unit of twice as many.
-constexpr int64_t HALF = 16;
-struct Sums {
-    const float *at;
-    int64_t row, half;
-    const float *of(int64_t r, int64_t h) const { return at + r * row + h * half; }
-};
-
 // w · x̂ of one row, rounded as the norms of transformers round
 template <class X, class W> inline void norm_row(const X *from, const W *w, W *out, int64_t size, float eps) {
     float r = inverse_rms(from, size, eps), v[VECTOR], s[VECTOR];

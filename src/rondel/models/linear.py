@@ -290,7 +290,7 @@ class PackedLinear:
         compared = getattr(_company, "rows", 0) > 0
         if self._sums and not compared and weight.dtype == torch.bfloat16 and not weight.shape[1] % 2 and has_pairs():
             return PAIRS
-        return PANELS if in_panels(weight.dtype) else ONEDNN
+        return PANELS if _in_panels(weight.dtype) else ONEDNN
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """After `carries`: x [..., I] -> [..., O_i] for each of the weights."""
@@ -526,7 +526,7 @@ def _available(dtype: torch.dtype) -> bool:
     return torch.allclose(ours.float(), F.linear(x.float(), w.float()), atol=0.05 if dtype == torch.bfloat16 else 1e-5)
 
 
-def in_panels(dtype: torch.dtype) -> bool:
+def _in_panels(dtype: torch.dtype) -> bool:
     """Whether weights are packed as models/cpu_kernels.py has them, and not as oneDNN does."""
     return (dtype == torch.float32 or is_widened(dtype)) and has_avx2_alone() and has_panels()
 
@@ -540,7 +540,7 @@ def has_pairs() -> bool:
 
 def _packed_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of packed weights: panels of bfloat16 are multiplied in fp32 as they are."""
-    return torch.float32 if is_widened(dtype) and not (dtype == torch.bfloat16 and in_panels(dtype)) else dtype
+    return torch.float32 if is_widened(dtype) and not (dtype == torch.bfloat16 and _in_panels(dtype)) else dtype
 
 
 def has_spare_memory(weights: list[Tensor]) -> bool:

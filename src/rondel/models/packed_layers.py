@@ -5,15 +5,10 @@ attention of a prompt (cpu_layers.cpp).
                      one team of threads, a barrier between two operations
 
 A step of few requests spends half of its time in Python and between threads that begin and end, a thousand times a
-step. For dense decoders written like llama's; every other pass goes through the modules.
-
-    bfloat16    with the residual stream in fp32, where the CPU multiplies bfloat16 in vectors. It rounds where the modules
-                do; its products have other last bits than oneDNN's, which the trainer multiplies with, as two programs in
-                bfloat16 have anyway
-    float32     on CPUs with AVX2 alone, where weights lie in panels (cpu_panels.h): with the bits of the modules
-
-Before the first pass of an engine each layer is computed both ways from the same stream, and where one differs the
-modules stay.
+step. For dense decoders written like llama's, in bfloat16 with their residual stream in fp32, on CPUs that multiply
+bfloat16 in vectors; every other pass goes through the modules. It rounds where they do, and its products have other
+last bits than oneDNN's, which the trainer multiplies with: as much as two programs in bfloat16 differ anyway. Before the
+first pass of an engine each layer is computed both ways from the same stream, and where one differs the modules stay.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ from rondel.models import cpu_kernels
 from rondel.models.blocks import decoder_blocks
 from rondel.models.cache_pools import LayerPools
 from rondel.models.dense_attention import ScoreRule
-from rondel.models.linear import has_pairs, has_spare_memory, in_panels
+from rondel.models.linear import has_pairs, has_spare_memory
 from rondel.models.main_grad import Stamp, stamp_of
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 
@@ -43,8 +38,7 @@ KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3
 FRONT, ATTENTION, BACK = 1, 2, 4  # parts of a layer, as in cpu_layers.cpp
 LONGEST = 512  # numbers of a head
 UNIT = 16  # outputs that are packed together
-# of what a layer adds to the stream
-TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-4}
+TOLERANCE = 0.02  # of what a layer adds to the stream: five of bfloat16's half steps
 PROBE = (5, 9, 2)  # tokens of the sequences that are computed both ways
 
 
@@ -159,13 +153,12 @@ class PackedLayers:
                 under_way.run_around_chunks(at)
                 off = float((under_way.stream - after).norm() / (after - before).norm().clamp_min(1e-30))
                 worst = max(worst, off) if off == off else math.inf
-        limit = TOLERANCE[self.loaded.dtype]
-        if worst <= limit:
+        if worst <= TOLERANCE:
             return True
         emit(
             Warned(
                 f"'{self.loaded.name}': a layer of it in one call adds something else than its module, by {worst:.2g} of "
-                f"it (limit {limit}), so the engine computes with modules, slower"
+                f"it (limit {TOLERANCE}), so the engine computes with modules, slower"
             )
         )
         return False
@@ -189,8 +182,7 @@ class LayerPass:
         self.stream, self._layout, self._rules = stream, layout, rules
         self._eps = layers[0].input_layernorm.variance_epsilon
         rows, width = stream.shape
-        dtype = attention.q_proj.weight.dtype
-        like = torch.empty(1, shared, size, dtype=dtype)
+        like = torch.empty(1, shared, size, dtype=torch.bfloat16)
         numbers = [layer.self_attn.layer_idx for layer in layers]
         self._keys, self._values = (
             [pool.layer_pool(at, like) for at in numbers] for pool in (layout.keys, layout.values)
@@ -202,7 +194,7 @@ class LayerPass:
             ]
         )
         shapes = [(rows, width), (rows, (heads + 2 * shared) * size), *[(rows, heads, size)] * 2, (rows, inner)]
-        self._rooms = [torch.empty(shape, dtype=dtype) for shape in shapes]
+        self._rooms = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
         self._q, self._attended = self._rooms[2:4]
         self._held = held, angles, layout.write.contiguous()  # whose addresses the call reads
         self._sizes = torch.tensor([rows, width, heads, shared, size, inner, self._keys[0].shape[1]])
@@ -221,7 +213,7 @@ class LayerPass:
         """These parts of `count` layers from `first` on."""
         _, (cosine, sine), write = self._held
         cpu_kernels.library().rondel_layers(
-            cpu_kernels.CODES[self._q.dtype], self._table[first].data_ptr(), count, parts, self._sizes.data_ptr(), self.stream.data_ptr(),
+            self._table[first].data_ptr(), count, parts, self._sizes.data_ptr(), self.stream.data_ptr(),
             cosine.data_ptr(), sine.data_ptr(), write.data_ptr(), self._places.data_ptr(),
             *(_address(x) for x in self._contexts), *self._family, self._decoding, self._eps, self._rules[0].scale,
             torch.get_num_threads(),
@@ -307,10 +299,12 @@ def _probe_steps(
 
 
 def _may_fit(loaded: LoadedModel) -> bool:
-    """Whether its passes are those of one process and of plain weights that are multiplied here."""
+    """Whether its passes are those of one process and of plain weights in bfloat16 here."""
     return (
         loaded.device.type == "cpu"
-        and _has_products(loaded)
+        and loaded.dtype == torch.bfloat16
+        and has_pairs()
+        and loaded.fp32_stream
         and not (loaded.aligned or loaded.leads_ranks or loaded.routers or loaded.indexers or loaded.compressed)
         and loaded.state_bytes == 0
         and loaded.adapter is None
@@ -320,12 +314,6 @@ def _may_fit(loaded: LoadedModel) -> bool:
         and loaded.blocks is None
         and loaded.weights is None
     )
-
-
-def _has_products(loaded: LoadedModel) -> bool:
-    if loaded.dtype == torch.bfloat16:
-        return has_pairs() and loaded.fp32_stream
-    return loaded.dtype == torch.float32 and in_panels(loaded.dtype)
 
 
 def _is_plain(layer: Any) -> bool:
@@ -340,7 +328,7 @@ def _is_plain(layer: Any) -> bool:
         all(type(one) is nn.Linear and type(one.weight) is nn.Parameter for one in [*products, *gated])
         and all(one.bias is None for one in gated)
         and len({one.bias is None for one in products[:3]}) == 1
-        and all(p.dtype == attention.q_proj.weight.dtype and p.is_contiguous() for p in layer.parameters())
+        and all(p.dtype == torch.bfloat16 and p.is_contiguous() for p in layer.parameters())
         and all(n % UNIT == 0 for one in [*products, *gated] for n in one.weight.shape)
         and attention.head_dim % UNIT == 0
         and attention.head_dim <= LONGEST
@@ -365,22 +353,13 @@ def _packed_parts(layer: Any) -> list[Tensor | None]:
     out = attention.o_proj
     return [
         layer.input_layernorm.weight.detach(),
-        _pack([one.weight for one in joined]),
+        cpu_kernels.pack_pairs([one.weight for one in joined]),
         biases,
         q_norm,
         k_norm,
-        _pack([out.weight]),
+        cpu_kernels.pack_pairs([out.weight]),
         None if out.bias is None else out.bias.detach().float(),
         layer.post_attention_layernorm.weight.detach(),
-        _pack([mlp.gate_proj.weight, mlp.up_proj.weight], in_turns=True),
-        _pack([mlp.down_proj.weight]),
+        cpu_kernels.pack_pairs([mlp.gate_proj.weight, mlp.up_proj.weight], in_turns=True),
+        cpu_kernels.pack_pairs([mlp.down_proj.weight]),
     ]
-
-
-def _pack(weights: list[Tensor], *, in_turns: bool = False) -> Tensor:
-    """Weights [O_i, I] below each other, or UNIT outputs of each in turn."""
-    if weights[0].dtype == torch.bfloat16:
-        return cpu_kernels.pack_pairs(weights, in_turns=in_turns)
-    if in_turns:
-        return torch.stack([cpu_kernels.pack_panels([weight]) for weight in weights], 1).flatten(0, 1)
-    return cpu_kernels.pack_panels(weights)
