@@ -1,5 +1,5 @@
 """What stands between the products of a transformer on a CPU, one pass each (cpu_kernels.cpp); float32 and bfloat16.
-On CPUs with AVX2 alone also the products with packed weights (cpu_panels.h).
+On CPUs with AVX2 alone also the products with packed weights (cpu_product.cpp).
 
     rms_norm    y = w · x̂,  x̂ = x r,  r = 1 / sqrt(mean(x²) + eps)     dx = r (g w - x̂ mean(g w x̂)),  dw = sum_rows g x̂
     swiglu      y = silu(g) · u                                          dg = dy u σ(g) (1 + g (1 - σ(g))),  du = dy silu(g)
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LOOPS, PLAIN_KERNELS = "loops in C++", "torch's operations"
 CODES = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16  # numbers of a head that a decode step adds at once
-PANEL = 16  # rows of a weight that are packed together, as in cpu_panels.h
+PANEL = 16  # rows of a weight that are packed together, as in cpu_product.cpp
 PAIR_PANEL, HALF = 32, 16  # outputs of a panel of pairs, and those that are packed together, as in cpu_pairs.h
 PROOF = ((80, 48), (37, 100), (49, 2100))  # O and I of the weights of which a product is asked both ways
 ROWS = 64  # of a norm whose share of the weight's gradient is summed one after the other

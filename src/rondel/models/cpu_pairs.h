@@ -84,4 +84,6 @@ inline void pair_product(const bf16 *x, const bf16 *panels, int64_t rows, int64_
     }
 }
 
+inline int64_t panels_of(int64_t width) { return (width + WIDTH - 1) / WIDTH; }
+
 }  // namespace

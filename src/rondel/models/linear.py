@@ -272,10 +272,10 @@ class PackedLinear:
 
     def _pack_weights(self, weights: list[Tensor], biases: list[Tensor]) -> None:
         bias = torch.cat([b.detach() for b in biases]) if biases else None
+        self._form = self._form_of(weights[0])
         if is_widened(weights[0].dtype):
             bias = None if bias is None else bias.float()
-        held = [w.detach().to(_packed_dtype(w.dtype)) for w in weights]
-        self._form = self._form_of(weights[0])
+        held = [w.detach() if self._form == PAIRS else w.detach().to(_packed_dtype(w.dtype)) for w in weights]
         if self._form == PAIRS:
             packed, bias = pack_pairs(held), None if bias is None else bias.float()
         elif self._form == PANELS:
@@ -304,19 +304,19 @@ class PackedLinear:
 
     def fp32_product(self, x: Tensor) -> Tensor:
         """`fp32_product` with what is packed."""
-        if is_widened(x.dtype) or x.dtype == torch.float32:
-            return self._multiply(x.float())
         assert self._packed is not None
         packed, bias, sizes = self._packed
-        return (
-            pair_product(x, packed, bias, sum(sizes)) if self._form == PAIRS else _fp32_mkldnn_linear(x, packed, bias)
-        )
+        if self._form == PAIRS:
+            return pair_product(x.to(torch.bfloat16), packed, bias, sum(sizes))
+        if is_widened(x.dtype) or x.dtype == torch.float32:
+            return self._multiply(x.float())
+        return _fp32_mkldnn_linear(x, packed, bias)
 
     def _multiply(self, x: Tensor) -> Tensor:
         assert self._packed is not None
         packed, bias, sizes = self._packed
         if self._form == PAIRS:
-            return pair_product(x, packed, bias, sum(sizes)).to(x.dtype)
+            return self.fp32_product(x).to(x.dtype)
         return panel_product(x, packed, bias, sum(sizes)) if self._form == PANELS else _mkldnn_linear(x, packed, bias)
 
     @property

@@ -29,7 +29,9 @@ from rondel.core.errors import UserError
 from rondel.core.events import Warned, emit
 
 SWITCH = "RONDEL_CPU_KERNELS"
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernels.cpp", "cpu_product.cpp", "cpu_layers.cpp")]
+SOURCES = [
+    Path(__file__).with_name(name) for name in ("cpu_kernels.cpp", "cpu_product.cpp", "cpu_pairs.cpp", "cpu_layers.cpp")
+]
 HEADERS = [Path(__file__).with_name(name) for name in ("cpu_rows.h", "cpu_pairs.h")]
 OPTIONS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LONGEST = 300.0  # seconds that a compiler may take, and the one who waits for it
