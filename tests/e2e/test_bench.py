@@ -81,7 +81,7 @@ ELSEWHERE = {
     "control": "tests/e2e/test_control.py runs it on one seed, among the sweeps",
     "flows": "tests/e2e/test_flows.py asks it about a run",
     "kill_resume": "tests/laws/test_law_09_resume.py runs it among the sweeps",
-    "mesh_kills": "minutes; by hand",
+    "mesh_kills": "tests/e2e/test_chaos.py makes two",
     "repository_kills": "tests/units/test_repository_kills.py runs a smaller one",
 }
 

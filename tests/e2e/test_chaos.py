@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kits import forked
 from kits.runs import check, events, run, tiny
 from kits.sweeps import covering
 from rondel.assemble import train
@@ -175,6 +177,18 @@ def test_a_killed_rank_goes_on_from_the_last_checkpoint(tmp_path, kind, n, place
     struck(tmp_path, Strike("trainer-1", kind, n), run__checkpoint__every=2, **place)
     assert [e["step"] for e in events(tmp_path, "StepDone")] == [1, 2, 3, 4]
     assert any("trainer-1" in e["message"] and "last checkpoint" in e["message"] for e in events(tmp_path, "Warned"))
+
+
+@pytest.mark.sweep  # half a minute; one kill on a stage above, a stopped rank below
+def test_two_kills_in_one_run_on_a_mesh_leave_its_bits():
+    """Of random workers at random moments, the second in what the first has left (`rondel bench mesh_kills` makes twenty):
+    weights and moments of a run that nobody interrupted, no process, shared memory or group trained twice.
+    """
+    words = ["--mesh", "tp=2", "--kills", "2", "--stops", "0", "--steps", "8", "--seed", "1", "--json"]
+    done = forked.run(["bench", "mesh_kills", *words])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])["tp=2"]
+    assert told["strikes"] == told.get("recovered", 0) + told.get("named", 0) == 2 and not told["faults"]
 
 
 def test_a_stopped_rank_is_named_and_the_run_goes_on(tmp_path):

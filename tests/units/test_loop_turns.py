@@ -4,6 +4,7 @@ What is counted is work by the pass in which it is done, never time.
 """
 
 import asyncio
+import json
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from weakref import finalize
 import pytest
 import torch
 
+from kits import forked
 from kits.chat import tokenizer
 from kits.fakes import CountingTrainer, Rollouts, endless, loop_kit
 from rondel import loop
@@ -206,3 +208,15 @@ def test_readers_of_long_answers_share_one_thread():
 
     threads = set(asyncio.run(go()))
     assert len(threads) == 1 and threading.get_ident() not in threads
+
+
+@pytest.mark.slow
+def test_a_million_tokens_pass_the_controller_in_half_as_much_memory_again_and_no_long_turn():
+    """Four answers, drawn and trained by processes that only say so: bytes at most above those before the first, and what
+    the loop's thread computed in one pass (5 ms; 60 where the router hashed an answer number by number).
+    """
+    done = forked.run(["bench", "long_answers", "--samples", "4", "--steps", "2", "--json"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["trained"] == 2 and told["columns_mb"] > 64
+    assert told["peak_to_arrays"] <= 1.5 and told["longest_work_ms"] <= 50

@@ -23,10 +23,22 @@ import numpy as np
 from rondel.core.errors import EngineError, LawError, StalledError, WorkerError
 from rondel.core.events import Advised, emit, stalled_error
 from rondel.core.protocols import Interrupt, Progress, RestartableEngine, RolloutEngine, Tags
-from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, Message, Request, TokenScores
+from rondel.core.types import (
+    IDS,
+    Abort,
+    Begin,
+    Commit,
+    Completion,
+    EngineStatus,
+    Message,
+    Request,
+    TokenColumn,
+    TokenScores,
+)
 from rondel.generate.engine.concurrency import ConcurrencyController
 from rondel.generate.engine.replica_fleet import EngineReplica, ReplicaFleet, merge_progress
 from rondel.generate.engine.request_queue import RequestQueue
+from rondel.system.loop_turns import TURN_TOKENS, take_loop_turn
 
 STATES = ("serving", "held", "asleep", "refusing")  # of several, the first that one of them is in
 
@@ -99,7 +111,9 @@ class EngineRouter:
             finally:
                 self.queue.release_replica(replica)
             if done is not None:
-                self.queue.locations.record(scope, [*request.tokens, *done.tokens], replica)
+                if len(done.tokens) > TURN_TOKENS:
+                    await take_loop_turn()
+                self.queue.locations.record(scope, TokenColumn.of(IDS, request.tokens) + done.tokens, replica)
                 self._record_answer(len(done.tokens))
                 return done
             again = True
