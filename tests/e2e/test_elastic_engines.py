@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import nullcontext
 
 import pytest
 import tomli_w
 
+from kits.local_ray import local_ray
 from kits.runs import check, events, tiny
+from kits.sweeps import covering
 from rondel.assemble import train
 from rondel.core.config.differences import without_none
 from rondel.core.errors import UserError
@@ -21,7 +24,8 @@ CORRECTION = {"algo__correction": {"kind": "importance"}}
 
 
 @pytest.mark.slow
-def test_one_joins_after_step_3_and_leaves_three_steps_later(tmp_path, monkeypatch):
+@pytest.mark.parametrize("cluster", covering(["process", "ray"], ["process"]))
+def test_one_joins_after_step_3_and_leaves_three_steps_later(tmp_path, monkeypatch, cluster):
     """The run waits for it two steps after it was asked for, and two after it was told to go."""
     monkeypatch.setattr(elastic_engines, "EVERY", 0.05)
     said, joined, done = [], [0], [0]
@@ -49,7 +53,9 @@ def test_one_joins_after_step_3_and_leaves_three_steps_later(tmp_path, monkeypat
 
     forget = subscribe(hear)
     try:
-        train(tiny(tmp_path, loop__steps=12, **SPLIT, **CORRECTION), quiet=True, built=built)
+        with local_ray(4) if cluster == "ray" else nullcontext():
+            job = tiny(tmp_path, loop__steps=12, place__cluster=cluster, **SPLIT, **CORRECTION)
+            train(job, quiet=True, built=built)
     finally:
         forget()
     check(tmp_path, staleness=1, total=12)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from itertools import product
 
 import pytest
 
+from kits.local_ray import local_ray
 from kits.runs import PLACES, check, events, run, tiny
 from kits.sweeps import covering
 from kits.transports import Broken
@@ -120,18 +119,7 @@ def test_places_that_cannot_be_are_refused_by_name(tmp_path, changes, said):
         run(tmp_path, **changes)
 
 
-@pytest.fixture
-def one_ray():
-    """A cluster of this machine that a run joins; one that begins its own is in test_law_09_resume."""
-    ray = pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(path or os.getcwd() for path in sys.path))
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=True, configure_logging=False)
-    yield
-    ray.shutdown()
-
-
-def test_a_mode_runs_on_two_ranks_on_ray_and_a_killed_engine_comes_back(tmp_path, one_ray):
+def test_a_mode_runs_on_two_ranks_on_ray_and_a_killed_engine_comes_back(tmp_path):
     """Killed while answers are written, with an update on its way or not. That of test_law_09_resume waits for all actors."""
     parts, left = [], [6]
 
@@ -145,7 +133,8 @@ def test_a_mode_runs_on_two_ranks_on_ray_and_a_killed_engine_comes_back(tmp_path
     changes |= {"place__kind": "split", "place__cluster": "ray", "place__ranks": 2}
     stop = subscribe(strike)
     try:
-        train(tiny(tmp_path, **changes, place__patience=12.0), quiet=True, built=parts.append)
+        with local_ray(4):
+            train(tiny(tmp_path, **changes, place__patience=12.0), quiet=True, built=parts.append)
     finally:
         stop()
     check(tmp_path, staleness=1, total=8)

@@ -278,6 +278,22 @@ def test_the_next_turn_of_an_episode_goes_where_the_last_one_lies(forgets, monke
     assert (share > 2 if forgets else share < 1.1) and max(told) <= 1.5 * 8 * 32 / 4, (share, told)
 
 
+def test_an_engine_leaves_between_two_updates(tmp_path):
+    """Who receives weights is counted before they travel: a broadcast would wait for one that is gone."""
+
+    async def work():
+        r, _fakes = router(2)
+        update = WeightUpdate(FromDisk(tmp_path), probe=[], score=lambda _: None, tolerance=1.0)
+        async with update.between_updates():  # as an update does
+            leaves = asyncio.create_task(r.remove_engine("e1", between=update.between_updates()))
+            await asyncio.sleep(0.01)
+            assert r.replicas["e1"].leaving and len(r.fleet.all_replicas) == 2
+        await leaves
+        assert [*r.replicas] == ["e0"]
+
+    asyncio.run(work())
+
+
 def test_what_all_prompts_begin_with_does_not_bring_them_to_one_replica_and_weights_are_the_end_of_it():
     async def work():
         r, fakes = router(3, max_inflight=8)

@@ -26,13 +26,14 @@ from rondel.system.files import make_folder, replace_file
 
 if TYPE_CHECKING:
     from rondel.assemble.placement import Deployment
+    from rondel.sync.update import WeightUpdate
 
 FOLDER, COUNT, EVERY = "engines", "count", 2.0  # inside the run folder; seconds
 MOST = 4096  # engines of a run
 LEAVING = 30.0  # seconds in which one that leaves may end what it has begun
 
 
-async def scale_engines(placed: Deployment, folder: Path, catch_up: Callable[[RolloutEngine], Awaitable[int]]) -> None:
+async def scale_engines(placed: Deployment, folder: Path, update: WeightUpdate) -> None:
     """For ever: as many engines of our own as `rondel engines` asked for. What cannot be done is named once."""
     router, told = placed.engine, ""
     assert isinstance(router, EngineRouter) and placed.new_engine is not None
@@ -41,9 +42,9 @@ async def scale_engines(placed: Deployment, folder: Path, catch_up: Callable[[Ro
         try:
             wanted = wanted_engines(folder)
             while wanted is not None and len(placed.remotes) < wanted:
-                await _add_engine(placed, router, catch_up)
+                await _add_engine(placed, router, update.catch_up)
             while wanted is not None and len(placed.remotes) > wanted:
-                await _remove_engine(placed, router)
+                await _remove_engine(placed, router, update)
             told = ""
         except Exception as error:  # of one that joins or leaves: the run goes on without it
             said = str(error) if isinstance(error, RondelError) else f"{type(error).__name__}: {error}"
@@ -71,12 +72,12 @@ async def _add_engine(
     emit(Warned(f"{name} has joined at version {router.version}; {len(placed.remotes)} serve now"))
 
 
-async def _remove_engine(placed: Deployment, router: EngineRouter) -> None:
-    """The one that came last."""
+async def _remove_engine(placed: Deployment, router: EngineRouter, update: WeightUpdate) -> None:
+    """The one that came last, between two updates: a broadcast that waits for it would end the run."""
     name, engine = placed.remotes.popitem()
     await router.fleet.cancel_return(name)
     if name in router.replicas:
-        await router.remove_engine(name, LEAVING)
+        await router.remove_engine(name, LEAVING, update.between_updates())
     engine.dismiss()
     emit(Warned(f"{name} has left at version {router.version}; {len(placed.remotes)} serve now"))
 

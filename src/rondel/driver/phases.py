@@ -186,7 +186,7 @@ class RunPhases:
             )
         elif parts.placed.new_engine is not None:
             task = asyncio.create_task(
-                scale_engines(parts.placed, self.folder, parts.sync.catch_up), name="engines that come and go"
+                scale_engines(parts.placed, self.folder, parts.sync), name="engines that come and go"
             )
         try:
             yield

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,6 +190,12 @@ class WeightUpdate:
         async with self._one:
             await self._deliver_weights(manifest, route, [engine], holds="commit")
         return manifest.version
+
+    @asynccontextmanager
+    async def between_updates(self) -> AsyncIterator[None]:
+        """No update is under way inside, and none begins: who receives one is counted before the weights travel."""
+        async with self._one:
+            yield
 
     async def _publish_snapshot(self, trainer: Trainer, engines: Sequence[RolloutEngine]) -> Snapshot:
         began = time.perf_counter()

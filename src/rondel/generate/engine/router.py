@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -210,9 +211,11 @@ class EngineRouter:
             await asyncio.shield(task)
         return bool(tasks)
 
-    async def remove_engine(self, name: str, patience: float = 0.0) -> RolloutEngine:
-        """It gets nothing new; what it has not ended after `patience` seconds is sent
-        elsewhere. -> the engine, with nothing to do.
+    async def remove_engine(
+        self, name: str, patience: float = 0.0, between: AbstractAsyncContextManager[None] | None = None
+    ) -> RolloutEngine:
+        """It gets nothing new; what it has not ended after `patience` seconds is sent elsewhere. `between`: what it waits
+        for then, and leaves inside. -> the engine, with nothing to do.
         """
         await self.fleet.cancel_return(name)
         replica = self.replicas[name]
@@ -220,11 +223,16 @@ class EngineRouter:
         try:
             if replica.tasks and patience > 0:
                 await asyncio.wait(list(replica.tasks), timeout=patience)
+            async with between or nullcontext():
+                self._let_go(replica)
         finally:
-            self.fleet.drop_replica(replica, "it left")
-            for task in list(replica.tasks):
-                task.cancel()
+            self._let_go(replica)
         return replica.engine
+
+    def _let_go(self, replica: EngineReplica) -> None:
+        self.fleet.drop_replica(replica, "it left")
+        for task in list(replica.tasks):
+            task.cancel()
 
     # -- what goes to all ------------------------------------------------------------------------
 
