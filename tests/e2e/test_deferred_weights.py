@@ -112,7 +112,7 @@ def test_a_rank_never_holds_more_than_its_share_and_a_layer(stored, ranks, shard
 
 def test_a_stage_reads_its_layers_only(ranks, tmp_path):
     """Three layers and the embedding, or two layers, norm and head, which is the embedding. The pass that tries the model
-    gathers each once (counted until the end: FSDP empties such a tensor and keeps it), and has activations of 11 tokens.
+    gathers each once, and has activations of 11 tokens.
     """
     loaded = model("deep")
     save_model(loaded, tmp_path, {n: p.detach() for n, p in loaded.model.state_dict().items()})
@@ -193,6 +193,34 @@ def test_a_rank_saves_and_loads_with_its_share_and_the_largest_tensor(ranks, tmp
     for (held, made), loaded in zip(told, every.restore_counted(tmp_path), strict=True):
         assert made <= largest + NOTES < whole / 4
         assert loaded <= held + largest + NOTES
+
+
+WIDE = {
+    "random": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 64,
+}
+WIDE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "dtype": "float32"}
+
+
+SHARES = [Mesh(shards=2), Mesh(shards=4), Mesh(shards=2, tp=2)]
+
+
+@pytest.mark.parametrize("mesh", covering(SHARES, SHARES[:2]), ids=str)
+def test_a_rank_trains_within_its_share_of_18_bytes_a_weight_and_a_block(ranks, tmp_path, mesh):
+    """From loading to the end of a second step: 2 bytes of a weight, 4 of its master, 4 of its gradient, 8 of its moments.
+    Of the largest block 12 at most: it is gathered (2), has a gradient (2), which is summed in fp32 (4) while the sum of
+    the one before is on its way. Layers are computed again, of tokens that weigh little beside them.
+    """
+    loaded = load_model(WIDE)
+    save_model(loaded, tmp_path, {n: p.detach() for n, p in loaded.model.state_dict().items()})
+    count = {name: p.numel() for name, p in loaded.model.named_parameters()}
+    share, layer = sum(count.values()) / mesh.world, sum(n for name, n in count.items() if "layers.0." in name)
+    algo, how = row("grpo"), {"dtype": "bfloat16", "recompute": "layers", "micro_tokens": 16}
+    for most in ranks(mesh).step_counted(batch(awkward_groups()[3:4], algo), algo, f"from {tmp_path}", **how):
+        assert 16 * share < most <= 18 * share + 12 * layer / mesh.tp
 
 
 def test_a_full_disk_of_one_rank_is_everyones(ranks, tmp_path):

@@ -147,6 +147,13 @@ class Rank:
         own = [p.to_local() for p in held.model.parameters() if not p.is_meta]
         return sum(p.nbytes for p in own), counted.most
 
+    def step_counted(self, b, algo, kind: str, **how) -> int:
+        """Load a policy and take two steps, the second beside moments. -> the most bytes of tensors alive at once."""
+        with AliveBytes() as counted:
+            self.make(kind, algo=algo, **how)
+            assert all(self.step(copy.deepcopy(b), algo)[0] for _ in range(2))
+        return counted.most
+
     def gradient(self, b, algo, *, micro_tokens: int = 10**6, noted: bool = False) -> np.ndarray:
         """Of one update, whole, in one vector."""
         t = self.trainer
@@ -319,11 +326,14 @@ def _now(coroutine):
 
 
 class AliveBytes(TorchDispatchMode):
-    """The most bytes of storage, made by operations inside, that were alive at once."""
+    """The most bytes of storage, made by operations inside, that were alive at once. What FSDP empties and keeps counts
+    as long as it is full.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive = self.most = 0
+        self.most = 0
+        self._alive: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -333,13 +343,15 @@ class AliveBytes(TorchDispatchMode):
                 storage = x.untyped_storage()
                 if storage._cdata not in given and not hasattr(storage, "_counted"):
                     storage._counted = True
-                    self.alive += storage.nbytes()
-                    self.most = max(self.most, self.alive)
-                    weakref.finalize(storage, self._gone, storage.nbytes())
+                    self._alive[id(storage)] = weakref.ref(storage)
+                    weakref.finalize(storage, self._alive.pop, id(storage), None)
+        self.most = max(self.most, self.alive)
         return out
 
-    def _gone(self, size: int) -> None:
-        self.alive -= size
+    @property
+    def alive(self) -> int:
+        found = [ref() for ref in list(self._alive.values())]
+        return sum(storage.nbytes() for storage in found if storage is not None)
 
 
 class EveryRank:
