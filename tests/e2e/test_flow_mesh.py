@@ -31,6 +31,7 @@ CASES = [
     (TP, "images"),
     (BOTH, "videos"),
     (Mesh(shards=2, tp=2, reduce="update", reshard="update"), "images"),
+    (Mesh(replicas=2, tp=2), "videos"),
 ]
 
 pytestmark = pytest.mark.slow
@@ -41,7 +42,7 @@ def rollouts(kind: str, seed: int = 0):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "kind"), covering(CASES, [CASES[1], CASES[3], CASES[6], CASES[8], CASES[9]]), ids=str
+    ("mesh", "kind"), covering(CASES, [CASES[1], CASES[3], CASES[6], CASES[8], CASES[9], CASES[11]]), ids=str
 )  # videos: replicas and cp, cp and tp
 def test_any_mesh_has_the_gradient_of_one_rank(ranks, mesh, kind):
     """Of a Flow-GRPO step with a reference; in one micro-batch and in many, layers computed again or kept."""
@@ -60,7 +61,7 @@ def test_any_mesh_has_the_gradient_of_one_rank(ranks, mesh, kind):
 
 
 @pytest.mark.parametrize(
-    "mesh", covering([CP, Mesh(shards=2, cp=2), TP, Mesh(shards=2, tp=2)], [CP, TP]), ids=str
+    "mesh", covering([CP, Mesh(shards=2, cp=2), TP, Mesh(shards=2, tp=2), Mesh(replicas=2, tp=2)], [CP, TP]), ids=str
 )  # shards over cp, too
 def test_steps_end_where_one_rank_ends(ranks, mesh, tmp_path):
     """Metrics, masters, and what is published; a checkpoint of the mesh resumes on one rank, and the reverse, and on the
@@ -101,7 +102,9 @@ def test_what_cannot_be_cut_is_refused(ranks, mesh, kind, said):
 
 @pytest.mark.parametrize(
     ("place", "axis"),
-    covering([("split", "cp"), ("shared", "cp"), ("split", "tp")], [("split", "cp"), ("split", "tp")]),
+    covering(
+        [("split", "cp"), ("shared", "cp"), ("split", "tp"), ("shared", "tp")], [("split", "cp"), ("split", "tp")]
+    ),
 )
 def test_a_run_of_videos_over_a_mesh(tmp_path, place, axis):
     """Flow matching, then RL: the points that engines draw have the densities that the mesh computes for them."""
