@@ -278,6 +278,38 @@ def test_what_cannot_be_cut_is_refused_by_name(ranks, mesh, kind, said):
         ranks(mesh).make(kind)
 
 
+DISTILLED = [(TP, 1.0), (TP, 0.5), (PLAIN_TP, 0.0), (Mesh(shards=2, tp=2), 1.0), (Mesh(replicas=2, tp=2), 0.5)]
+
+
+@pytest.mark.parametrize(("mesh", "beta"), covering(DISTILLED, [DISTILLED[0], DISTILLED[3]]), ids=str)
+def test_whole_distributions_of_a_teacher_have_it_over_a_cut_vocabulary(ranks, mesh, beta):
+    """The teacher lies whole on every rank, which multiplies with its rows of the teacher's head alone; in one chunk of
+    logits, whose softmax is kept, and in many; what is told of the divergence, and what it moves: a sum over the ranks is
+    a number a target, of which the teacher's softmax has two in either pass, the reverse KL one, the others two in either.
+    """
+    bare = row("grpo", entropy={"coef": 0.02})  # of every token, too
+    algo = replace(bare, distill=row("grpo", distill={"kind": "full", "coef": 1.0, "beta": beta}).distill)
+    alone, every, b = Rank(0), ranks(mesh), batch(awkward_groups(), algo)
+    alone.make("llama", algo=algo, teacher=True)
+    every.make("llama", algo=algo, teacher=True)
+    whole, told = alone.gradient(copy.deepcopy(b), algo), alone.step(copy.deepcopy(b), algo)[1]
+    alone.make("llama", algo=bare)
+    assert apart(alone.gradient(copy.deepcopy(b), bare), whole) > 1e-3, "the teacher is heard"
+    for micro_tokens, entries in ((40, 1 << 25), (10**6, 800)):
+        every.limit_logits(entries)
+        for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+    every.limit_logits(1 << 25)
+    if mesh.data == 1:
+        sums = every.summed_bytes(copy.deepcopy(b), algo)
+        every.make("llama", algo=bare)
+        plain = every.summed_bytes(copy.deepcopy(b), bare)
+        assert [x - y for x, y in zip(sums, plain)] == [4 * b.total_tokens * (5 if beta == 1 else 8)] * mesh.world
+        every.make("llama", algo=algo, teacher=True)
+    for _, theirs, *_ in every.step(copy.deepcopy(b), algo):
+        assert theirs["train/kl_teacher"] == pytest.approx(told["train/kl_teacher"], rel=1e-5)
+
+
 @pytest.mark.sweep  # adapters over ranks are in test_ranks.py, stages above
 def test_an_adapter_in_stages_ends_where_that_of_one_rank_ends(ranks, tmp_path):
     """Each stage trains those of its layers; a critic has its own, and the reference is the base."""

@@ -44,7 +44,7 @@ from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.transfer_plan import plan_transfer
-from rondel.train import part_checkpoint, part_file
+from rondel.train import logprobs, part_checkpoint, part_file
 from rondel.train.annotate import compute_advantages
 from rondel.train.critic import Critic
 from rondel.train.fsdp import FsdpRank
@@ -166,6 +166,10 @@ class Rank:
         t.weights.gradient_norm()
         return self._whole(t.weights, [torch.zeros_like(m) if m.grad is None else m.grad for m in t.weights.masters])
 
+    def limit_logits(self, entries: int) -> None:
+        """Of a chunk."""
+        logprobs.LOGITS = entries
+
     def gathered_bytes(self, b, algo) -> int:
         """Keys, values and their gradients that came to this rank of rows that ranks share, in one update."""
         moved = []
@@ -183,6 +187,19 @@ class Rank:
                 patch.setattr(collectives, name, counting(getattr(collectives, name)))
             self.gradient(b, algo)
         return sum(moved)
+
+    def summed_bytes(self, b, algo) -> int:
+        """Of tensors that this rank's groups sum whole, in one update."""
+        summed, own = [], collectives.RankGroup.all_reduce
+
+        def counting(ranks, x, *how):
+            summed.append(x.nbytes)
+            return own(ranks, x, *how)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives.RankGroup, "all_reduce", counting)
+            self.gradient(b, algo)
+        return sum(summed)
 
     def shift_once(self) -> None:
         """One step of a ring."""

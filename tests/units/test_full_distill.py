@@ -10,6 +10,7 @@ import torch
 
 from kits.distill import TEACHER, reverse_kl, rollouts
 from kits.runs import events, run
+from kits.sweeps import covering
 from kits.train import KINDS, SMALL, awkward_groups, batch, model, row, step, trainer
 from rondel.algos.divergence import Divergence
 from rondel.core.errors import ConfigError
@@ -22,6 +23,7 @@ from rondel.train.teacher_distributions import TeacherDistribution, TeacherOpini
 from rondel.train.teachers import Teacher, TeacherEnsemble
 
 FULL = {"distill": {"kind": "full", "coef": 1.0}}
+TP = {"place__kind": "split", "place__mesh": {"tp": 2}}
 
 
 DIVERGENCES = [Divergence(0.0), Divergence(0.3), Divergence(1.0, 4), Divergence(0.3, 4, False), Divergence(0.0, 5)]
@@ -171,7 +173,8 @@ def test_a_step_says_the_exact_distance_and_forgets_what_it_kept():
 
 
 @pytest.mark.slow
-def test_a_run_comes_closer_to_its_teacher(tmp_path):
+@pytest.mark.parametrize("place", covering([{}, TP], [{}]), ids=str)
+def test_a_run_comes_closer_to_its_teacher(tmp_path, place):
     run(
         tmp_path,
         algo__kind="opd",
@@ -180,6 +183,7 @@ def test_a_run_comes_closer_to_its_teacher(tmp_path):
         loop__warmup__steps=6,
         loop__steps=8,
         trainer__lr=3e-3,
+        **place,
     )
     told = [e["metrics"]["train/kl_teacher"] for e in events(tmp_path, "StepDone")[-8:]]
     assert np.mean(told[-2:]) < 0.5 * np.mean(told[:2]), told
@@ -191,7 +195,16 @@ def test_a_run_comes_closer_to_its_teacher(tmp_path):
         ({"model__teacher": [{"url": "http://127.0.0.1:1"}]}, "hidden states"),
         ({"engine__sampling__top_k": 5}, "top_k"),
         ({"trainer__memory__offload": True}, "offload"),
-        ({"place__kind": "split", "place__mesh": {"tp": 2}}, "without cp, tp and pp"),
+        ({"place__kind": "split", "place__mesh": {"cp": 2}}, "without cp and pp"),
+        ({"place__kind": "split", "place__mesh": {"tp": 2, "pp": 2}}, "without cp and pp"),
+        (
+            {"place__kind": "split", "place__mesh": {"tp": 2}, "algo__distill": {"kind": "full", "top": 8}},
+            "distill.top = 0",
+        ),
+        (
+            {"place__kind": "split", "place__mesh": {"tp": 2}, "model__teacher": [{"context": "{prompt} {answer}"}]},
+            "whole head of the policy",
+        ),
         (
             {"place__kind": "split", "place__ranks": 2, "model__teacher": [{"context": "{prompt} {answer}"}]},
             "whole head of the policy",

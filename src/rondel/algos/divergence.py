@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rondel.algos.tensors import Tensor, torch
@@ -18,7 +19,8 @@ class Divergence:
         between     beta·KL(q || m) + (1 - beta)·KL(p || m), m = (1 - beta)·p + beta·q       g = (1 - beta)·log(p/m)
 
     dD/dz = p·(g - sum p·g). With `top` the same over the policy's `top` likeliest tokens, for which both are scaled to
-    a sum of 1, or beside which all others are one more token (`tail`), whose members then share its pull.
+    a sum of 1, or beside which all others are one more token (`tail`), whose members then share its pull. `whole` makes a
+    sum over some columns one over all, where others have the rest; not with `top`.
     """
 
     beta: float = 1.0
@@ -30,10 +32,12 @@ class Divergence:
         """The one that needs nothing but sum p·log q."""
         return self.beta == 1 and not self.top
 
-    def __call__(self, p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, p: Tensor, log_q: Tensor, whole: Callable[[Tensor], Tensor] = lambda own: own
+    ) -> tuple[Tensor, Tensor]:
         if not self.top or self.top >= p.shape[-1]:
             apart, g = self._compare(p, log_q)
-            return apart, p * (g - (p * g).sum(-1, keepdim=True))
+            return whole(apart), p * (g - whole((p * g).sum(-1, keepdim=True)))
         head, at = p.topk(self.top, -1)
         log_q_head = log_q.gather(-1, at)
         if not self.tail:

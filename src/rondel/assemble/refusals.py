@@ -399,6 +399,7 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         _check_teachers_read(job)
     if "teacher_hidden" not in rows.needs:
         return
+    mesh = job.place.mesh.to_mesh(job.place.ranks)
     rules = [
         (
             all(t.url is None for t in job.model.teachers),
@@ -414,13 +415,17 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             "compares whole distributions, and top_k or top_p cut the policy's: set them to 0 and 1",
         ),
         (
-            job.place.mesh.to_mesh(job.place.ranks).world == job.place.mesh.to_mesh(job.place.ranks).data
-            and job.place.cluster != "torchrun",
-            "compares distributions on ranks that take different samples: use place.ranks or place.mesh = { shards, "
-            "replicas } without cp, tp and pp, and not torchrun, or use kind = 'distill'",
+            mesh.world == mesh.data * mesh.tp and job.place.cluster != "torchrun",
+            "compares distributions where each rank has the hidden states of its samples: use place.ranks or place.mesh "
+            "= { shards, replicas, tp } without cp and pp, and not torchrun, or use kind = 'distill'",
         ),
         (
-            job.place.ranks == 1 or not any(t.is_policy for t in job.model.teachers),
+            mesh.tp == 1 or not any("teacher_hidden" in r.needs and r.divergence.top for r in rows.all_rows),
+            "finds the policy's likeliest tokens in a whole row of logits, of which tp leaves a part on each rank: set "
+            "distill.top = 0, or leave tp out",
+        ),
+        (
+            mesh.world == 1 or not any(t.is_policy for t in job.model.teachers),
             "reads the whole head of the policy, which lies in shards: set place.ranks = 1, or use kind = 'distill'",
         ),
         (

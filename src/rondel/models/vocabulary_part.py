@@ -17,10 +17,11 @@ from rondel.models.collectives import RankGroup
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """The ids [first, first + size) of this rank."""
+    """The ids [first, first + size) of this rank; `widest`: the largest of all ranks' sizes, which are one apart at most."""
 
     first: int
     size: int
+    widest: int
     ranks: RankGroup
 
     def own_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,6 +43,11 @@ class VocabularyPart:
         """This rank's columns of the softmax over all of them, of z [C, size] (overwritten)."""
         e = z.sub_(self.ranks.all_reduce(z.amax(-1, keepdim=True), dist.ReduceOp.MAX)).exp_()
         return e.div_(self.sum(e.sum(-1, keepdim=True)))
+
+    def log_softmax(self, z: Tensor) -> Tensor:
+        """The same of its logarithm: two sums over the ranks for C tokens."""
+        z = z.sub_(self.ranks.all_reduce(z.amax(-1, keepdim=True), dist.ReduceOp.MAX))
+        return z.sub_(self.sum(z.exp().sum(-1, keepdim=True)).log_())
 
     def sum(self, x: Tensor) -> Tensor:
         """Over the ranks, in place."""

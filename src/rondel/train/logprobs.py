@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from rondel.algos.divergence import Divergence
 from rondel.algos.tokens import select_logprobs
 from rondel.models.cpu_kernels import LogprobTerms, has_kernels, logit_gradients, logprob_terms
-from rondel.models.linear import add_product, as_factor, fp32_product, matmul
+from rondel.models.linear import UnpackedLinear, add_product, as_factor, fp32_product, matmul
 from rondel.models.main_grad import main_grad
 from rondel.models.processor import HALVES
 from rondel.system.kernel_choice import KernelChoice, choose_kernel
@@ -36,15 +36,18 @@ from rondel.train.teacher_distributions import TeacherDistribution
 if TYPE_CHECKING:
     from rondel.models.head import LMHead
     from rondel.models.logprob_kernel import LogitShape, TileShape
+    from rondel.models.vocabulary_part import VocabularyPart
 
 REVERSE_KL = Divergence()
 LOGITS = 1 << 25  # entries of a chunk of logits: 128 MB in fp32
 GPU_LOGITS = 1 << 27  # on a GPU, whose products want more rows: 0.5 GB in fp32, and 0.25 GB of gradients
 
 
-def _row_chunks(hidden: Tensor, vocab: int) -> list[slice]:
-    """As few chunks as the budget allows: each one also passes over the whole gradient of the head."""
-    rows = len(hidden)
+def _row_chunks(hidden: Tensor, head: LMHead) -> list[slice]:
+    """As few chunks as the budget allows: each one also passes over the whole gradient of the head. As many on every rank
+    that has a part of the vocabulary: they meet in each.
+    """
+    rows, vocab = len(hidden), len(head.weight) if head.part is None else head.part.widest
     n = -(-rows * vocab // (GPU_LOGITS if hidden.is_cuda else LOGITS))
     size = -(-rows // max(1, n))
     return [slice(first, first + size) for first in range(0, rows, size)] if rows else []
@@ -72,11 +75,13 @@ class _Chunked(torch.autograd.Function):
         part = head.part
         if part is not None and kept is not None:
             kept = kept.of_vocabulary(part.first, part.size)
+        if part is not None and taught is not None:
+            taught = taught.of_vocabulary(part, UnpackedLinear())
         ctx.head, ctx.temperature, ctx.kept, ctx.taught, ctx.apart_by = head, temperature, kept, taught, apart_by
         ctx.top_ids = top_ids
         assert top_ids is None or part is None, "the likeliest tokens of a draw need the whole vocabulary on one rank"
         logprobs, entropies, apart, tops = [], [], [], []
-        chunks = _row_chunks(hidden, len(weight))
+        chunks = _row_chunks(hidden, head)
         keeps = len(chunks) == 1 and head.softcap is None and any(ctx.needs_input_grad)
         ctx.softmax, ctx.logits, ctx.terms = None, None, []
         fused = _has_cpu_kernel(hidden, head)
@@ -110,9 +115,10 @@ class _Chunked(torch.autograd.Function):
             mean = shifted.mul_(e).sum(-1, keepdim=True)
             entropies.append((total.log() - (part.sum(mean) if part else mean) / total)[:, 0])
             if taught is not None and not apart_by.is_reverse_kl:
-                apart.append(apart_by(e / total, taught.log_q(rows))[0])
+                apart.append(_divergence(apart_by, e / total, taught.log_q(rows), part)[0])
             elif taught is not None:
-                apart.append(-entropies[-1] - (taught.log_q(rows).mul_(e).sum(-1, keepdim=True) / total)[:, 0])
+                mean = taught.log_q(rows).mul_(e).sum(-1, keepdim=True)
+                apart.append(-entropies[-1] - ((part.sum(mean) if part else mean) / total)[:, 0])
             if keeps:
                 ctx.softmax = e.div_(total)
         ctx.entropy = _cat_pieces(entropies, hidden)
@@ -153,7 +159,7 @@ class _Chunked(torch.autograd.Function):
                 piece = matmul(grad.t(), h)
                 grad_weight = piece if grad_weight is None else grad_weight.float().add_(piece)
 
-        for i, rows in enumerate(_row_chunks(hidden, len(weight))):
+        for i, rows in enumerate(_row_chunks(hidden, head)):
             h = as_factor(hidden[rows], weight)
             bent = None
             if ctx.terms:
@@ -187,7 +193,8 @@ class _Chunked(torch.autograd.Function):
                 del logits  # here a step needs most memory: two arrays of a chunk are held at a time, not four
             pull: Tensor | None = None
             if ctx.taught is not None and grad_kl is not None and not ctx.apart_by.is_reverse_kl:
-                pull = ctx.apart_by(p, ctx.taught.log_q(rows))[1].mul_(grad_kl[rows, None])
+                log_q = ctx.taught.log_q(rows)
+                pull = _divergence(ctx.apart_by, p, log_q, head.part)[1].mul_(grad_kl[rows, None])
             elif ctx.taught is not None and grad_kl is not None:
                 pull = (
                     p.clamp_min(1e-38)
@@ -327,7 +334,7 @@ def collision_probability(
     part, out = head.part, []
     if part is not None and kept is not None:
         kept = kept.of_vocabulary(part.first, part.size)
-    for rows in _row_chunks(hidden, len(head.weight)):
+    for rows in _row_chunks(hidden, head):
         z = head.logits(hidden[rows])
         if temperature != 1.0:
             z.div_(temperature)
@@ -342,7 +349,7 @@ def collision_probability(
 def logprob_and_best(hidden: Tensor, target: Tensor, head: LMHead, *, temperature: float) -> tuple[Tensor, Tensor]:
     """[M] log-probabilities of the targets, and of the likeliest token in the place of each."""
     own, best = [], []
-    for rows in _row_chunks(hidden, head.weight.shape[0]):
+    for rows in _row_chunks(hidden, head):
         if _has_cpu_kernel(hidden, head):
             terms = logprob_terms(head.logits(hidden[rows]).contiguous(), target[rows], temperature)
             own.append(terms.logprob)
@@ -352,6 +359,12 @@ def logprob_and_best(hidden: Tensor, target: Tensor, head: LMHead, *, temperatur
         own.append(log_p.gather(-1, target[rows, None])[:, 0])
         best.append(log_p.amax(-1))
     return _cat_pieces(own, hidden), _cat_pieces(best, hidden)
+
+
+def _divergence(apart_by: Divergence, p: Tensor, log_q: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
+    """[C], and the pull on each of the columns that are here."""
+    assert part is None or not apart_by.top, "the likeliest tokens need the whole vocabulary on one rank"
+    return apart_by(p, log_q) if part is None else apart_by(p, log_q, part.sum)
 
 
 def _log_probabilities(z: Tensor, terms: LogprobTerms, temperature: float) -> Tensor:

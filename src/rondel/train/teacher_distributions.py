@@ -4,7 +4,7 @@ teacher's head when a chunk of rows is there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from rondel.models.head import LMHead
+    from rondel.models.linear import UnpackedLinear
+    from rondel.models.vocabulary_part import VocabularyPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,22 @@ class TeacherOpinion:
 
 @dataclass(frozen=True, slots=True)
 class TeacherDistribution:
-    """`taught.log_q(slice(0, 64))` -> [64, V], the weighed mean of the teachers' log-probabilities at these tokens."""
+    """`taught.log_q(slice(0, 64))` -> [64, V], the weighed mean of the teachers' log-probabilities at these tokens; of a
+    part of the vocabulary where it is cut.
+    """
 
     opinions: list[TeacherOpinion]
     temperature: float
+    part: VocabularyPart | None = None
+
+    def of_vocabulary(self, part: VocabularyPart, stack: UnpackedLinear) -> TeacherDistribution:
+        """By products with this rank's rows of the heads alone, which nothing packs."""
+        own, opinions = slice(part.first, part.first + part.size), []
+        for mine in self.opinions:
+            bias = None if mine.head.bias is None else mine.head.bias[own]
+            head = replace(mine.head, weight=mine.head.weight[own], bias=bias, stack=stack)
+            opinions.append(replace(mine, head=head))
+        return replace(self, opinions=opinions, part=part)
 
     def log_q(self, rows: slice) -> Tensor:
         told: Tensor | None = None
@@ -42,8 +56,9 @@ class TeacherDistribution:
             first, end = torch.searchsorted(
                 mine.at, torch.tensor([rows.start, rows.stop], device=mine.at.device)
             ).tolist()
-            logits = mine.head.logits(mine.hidden[first:end])
-            opinion = (logits / self.temperature).log_softmax(-1).mul_(mine.weight[first:end, None])
+            logits = mine.head.logits(mine.hidden[first:end]) / self.temperature
+            opinion = logits.log_softmax(-1) if self.part is None else self.part.log_softmax(logits)
+            opinion.mul_(mine.weight[first:end, None])
             if told is None:
                 told = opinion.new_zeros(min(rows.stop, self.token_count) - rows.start, opinion.shape[1])
             told.index_add_(0, mine.at[first:end] - rows.start, opinion)
