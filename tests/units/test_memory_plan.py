@@ -74,6 +74,15 @@ def test_shards_add_up():
         assert state * ranks == pytest.approx(18 * model_shape("7b").parameter_count)
 
 
+def test_the_gradient_of_the_largest_block_lies_whole_on_every_rank():
+    """Beside its gathered weights, in bfloat16 and in fp32, until it is summed; counted in test_deferred_weights.py."""
+    s = model_shape("7b")
+    block = max(s.body_parameters / s.layers, s.embedding_parameters * (1 if s.tied else 2))
+    for ranks, wanted in ((1, 0.0), (2, 6 * block), (64, 6 * block)):
+        bill, _ = memory_bills(what_if(["model=7b", f"gpus={ranks + 8}", "place=split", f"trainers={ranks}"]))
+        assert bill.rows.get("gradient of a layer", {}).get("train", 0.0) == pytest.approx(wanted)
+
+
 def test_what_is_advised_helps():
     tight = what_if(["model=32b", "gpus=8"])
     assert least_room(tight) < 0

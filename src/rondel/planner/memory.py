@@ -302,14 +302,17 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
     if setting.rank:  # a base under an adapter has neither master nor gradient; the adapter lies whole on every rank
         rows["gradients"] = _scale_phases(learning, here * trained * state.gradient)
         rows["moments"] = _scale_phases(training, here * trained * state.moments)
-    whole = 0.0
+    whole = summed = 0.0
     if ranks > 1:  # embedding and head stay gathered through a pass, a layer and the next one come and go
         largest: float = 0 if setting.four_bits else max(1, s.body_parameters / s.layers)
-        whole = setting.width * (s.embedding_parameters * (1 if s.tied else 2) + 2 * largest)
+        root = s.embedding_parameters * (1 if s.tied else 2)
+        whole = setting.width * (root + 2 * largest)
+        summed = 0 if setting.rank else (setting.width + 4) * max(largest, root)  # over the ranks, in fp32
     tokens = micro_batch_tokens(setting)
     kept = kept_bytes(s, setting.width, layer_bytes(setting, tokens), setting.recompute, setting.activations)
     chunk = 3 * 4 * min(tokens * s.vocab, LOGITS)
     rows["gathered layers"] = {phase: whole if phase in ("logprob", "train") else 0.0 for phase in PHASES}
+    rows["gradient of a layer"] = {"train": summed}
     if setting.four_bits:
         rows["decoded layer"] = dict.fromkeys(("generate", "logprob", "train"), decoded_layer_bytes(setting))
     rows["activations"] = {"train": kept * tokens, "logprob": activation_bytes(s, setting.width) / s.layers * tokens}
