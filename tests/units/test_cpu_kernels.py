@@ -22,6 +22,7 @@ from rondel.models import cpu_kernels, native_library
 from rondel.models.cpu_kernels import attend_masked, takes_mask
 from rondel.models.dense_attention import ScoreRule, dense_attention
 from rondel.models.head import LMHead
+from rondel.models.layer_halves import modules_alone
 from rondel.models.load import load_model
 from rondel.models.native_library import SIGNATURES
 from rondel.models.packed_layout import PackedLayout, PackedSegment
@@ -284,7 +285,8 @@ def test_a_model_with_kernels_is_the_model_without(dtype, plain):
     for is_plain in (False, True):
         if is_plain:
             plain()
-        hidden = loaded.hidden_states(tokens, positions, layout)
+        with modules_alone():
+            hidden = loaded.hidden_states(tokens, positions, layout)
         hidden.float().sin().sum().backward()
         found.append([hidden.detach(), *(p.grad.clone() for p in loaded.model.parameters() if p.grad is not None)])
         loaded.model.zero_grad()

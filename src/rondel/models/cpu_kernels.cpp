@@ -21,34 +21,8 @@ void norm_backward(const X *x, const W *w, const W *grad, X *dx, float *dw, int6
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > 16384)
     for (int64_t b = 0; b < blocks; b++) {
         float *partial = dw + b * size;
-        for (int64_t row = b * block; row < rows && row < (b + 1) * block; row++) {
-            const X *from = x + row * size;
-            const W *pulled = grad + row * size;
-            float r = inverse_rms(from, size, eps), v[VECTOR], s[VECTOR], g[VECTOR], lanes[VECTOR] = {0};
-            for (int64_t at = 0; at < size; at += VECTOR) {
-                int64_t n = part(at, size);
-                read(from + at, n, v);
-                read(w + at, n, s);
-                read(pulled + at, n, g);
-                for (int i = 0; i < VECTOR; i++) lanes[i] += g[i] * s[i] * (v[i] * r);
-            }
-            float along = total(lanes) / float(size);
-            for (int64_t at = 0; at < size; at += VECTOR) {
-                int64_t n = part(at, size);
-                float sum[VECTOR];
-                read(from + at, n, v);
-                read(w + at, n, s);
-                read(pulled + at, n, g);
-                read(partial + at, n, sum);
-                for (int i = 0; i < VECTOR; i++) {
-                    float normed = v[i] * r;
-                    sum[i] += g[i] * rounded<X>(normed);
-                    v[i] = r * (g[i] * s[i] - normed * along);
-                }
-                write(v, n, dx + row * size + at);
-                write(sum, n, partial + at);
-            }
-        }
+        for (int64_t row = b * block; row < rows && row < (b + 1) * block; row++)
+            norm_row_backward<false>(x + row * size, w, grad + row * size, dx + row * size, partial, size, eps);
     }
 }
 

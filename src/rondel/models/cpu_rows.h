@@ -123,6 +123,37 @@ template <class X, class W> inline void norm_row(const X *from, const W *w, W *o
     }
 }
 
+// dx of w · x̂, or added to what is there, and the row's share of the weight's gradient, added
+template <bool adds, class X, class W>
+inline void norm_row_backward(const X *from, const W *w, const W *pulled, X *dx, float *share, int64_t size, float eps) {
+    float r = inverse_rms(from, size, eps), v[VECTOR], s[VECTOR], g[VECTOR], lanes[VECTOR] = {0};
+    for (int64_t at = 0; at < size; at += VECTOR) {
+        int64_t n = part(at, size);
+        read(from + at, n, v);
+        read(w + at, n, s);
+        read(pulled + at, n, g);
+        for (int i = 0; i < VECTOR; i++) lanes[i] += g[i] * s[i] * (v[i] * r);
+    }
+    float along = total(lanes) / float(size);
+    for (int64_t at = 0; at < size; at += VECTOR) {
+        int64_t n = part(at, size);
+        float sum[VECTOR], before[VECTOR] = {0};
+        read(from + at, n, v);
+        read(w + at, n, s);
+        read(pulled + at, n, g);
+        read(share + at, n, sum);
+        if (adds) read(dx + at, n, before);
+        for (int i = 0; i < VECTOR; i++) {
+            float normed = v[i] * r;
+            sum[i] += g[i] * rounded<X>(normed);
+            v[i] = r * (g[i] * s[i] - normed * along);
+            if (adds) v[i] += before[i];
+        }
+        write(v, n, dx + at);
+        write(sum, n, share + at);
+    }
+}
+
 // silu(g) · u in the place of u
 template <class T, int N> inline void gate_vector(const float *g, float *u) {
     for (int i = 0; i < N; i++) u[i] *= rounded<T>(g[i] / (1.0f + exponential(-g[i])));

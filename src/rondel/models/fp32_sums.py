@@ -37,7 +37,7 @@ def install_fp32_stream(model: Any, decoder: Any) -> None:
         if type(module) is nn.LayerNorm:
             setattr(module, "forward", functools.partial(_layer_norm, module))  # noqa: B010
         elif type(module).__name__.endswith("Norm"):
-            module.register_forward_hook(_narrow)
+            module.register_forward_hook(narrow_norm)
 
 
 def keep_fp32_stream(model: Any, on: bool) -> None:
@@ -80,7 +80,7 @@ def _widen(embedding: Any, args: Any, out: Tensor) -> Tensor:
     return out.float() if out.dtype in HALVES and embedding.fp32_stream and attention_layout() is not None else out
 
 
-def _narrow(norm: Any, args: Any, out: Any) -> Any:
+def narrow_norm(norm: Any, args: Any, out: Any) -> Any:
     """What a norm makes of the stream has the dtype of what follows it: that of its weight."""
     weight = getattr(norm, "weight", None)
     if not isinstance(out, Tensor) or weight is None or weight.dtype not in HALVES or out.dtype != torch.float32:

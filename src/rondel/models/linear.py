@@ -228,6 +228,11 @@ def equal_blocks(dtype: torch.dtype) -> Iterator[None]:
         _company.rows = outer
 
 
+def is_compared() -> bool:
+    """Whether this is inside `equal_blocks`, so that bits are compared with those of others."""
+    return getattr(_company, "rows", 0) > 0
+
+
 @contextmanager
 def without_packing() -> Iterator[None]:
     """Inside, nothing is packed that is not: for one short pass over weights that no other pass reads packed."""
@@ -287,8 +292,13 @@ class PackedLinear:
 
     def _form_of(self, weight: Tensor) -> str:
         """How a weight is packed here. Where bits are compared with those of ranks that pack nothing, oneDNN has both."""
-        compared = getattr(_company, "rows", 0) > 0
-        if self._sums and not compared and weight.dtype == torch.bfloat16 and not weight.shape[1] % 2 and has_pairs():
+        if (
+            self._sums
+            and not is_compared()
+            and weight.dtype == torch.bfloat16
+            and not weight.shape[1] % 2
+            and has_pairs()
+        ):
             return PAIRS
         return PANELS if _in_panels(weight.dtype) else ONEDNN
 
@@ -504,6 +514,13 @@ def _pack_layers(layers: list[nn.Linear], seen: set[int]) -> None:
     for i, layer in enumerate(layers):
         setattr(layer, "forward", functools.partial(members.forward, i))  # noqa: B010  # an instance may have its own
         seen.add(id(layer))
+
+
+def is_installed(layer: nn.Module) -> bool:
+    """Whether a layer is an nn.Linear whose forward pass is the one of this module."""
+    own = layer.__dict__.get("forward")
+    members = getattr(getattr(own, "func", None), "__self__", None)
+    return type(layer) is nn.Linear and isinstance(members, _Members) and any(one is layer for one in members.layers)
 
 
 def _is_packable(weight: Tensor) -> bool:

@@ -25,6 +25,7 @@ from rondel.models import adapter_files, adapters, alibi, cpu_kernels, linear, n
 from rondel.models.architectures import auto_class, refuse_architecture
 from rondel.models.attention import NAME
 from rondel.models.block_indexer import check_block_indexers, install_block_indexers
+from rondel.models.blocks import decoder_blocks
 from rondel.models.cache_slots import install_cache_slots
 from rondel.models.compressed_attention import CompressedLayers, check_compressors, install_compressed_attention
 from rondel.models.control.kinds import FLOW_POLICY, MLP_POLICY, MLP_WORLD
@@ -36,6 +37,7 @@ from rondel.models.head import LMHead, adopt_embedding, decoder_of
 from rondel.models.indexer import check_indexers, install_indexers
 from rondel.models.kept_inputs import install_kept_inputs
 from rondel.models.latent_attention import check_up_projections, install_latent_attention
+from rondel.models.layer_halves import install_layer_halves
 from rondel.models.load_check import PARITY, check_loaded
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.model_folder import model_folder
@@ -206,6 +208,8 @@ def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int], Compress
         install_fp32_stream(model, decoder_of(model))
     install_kept_inputs(decoder_of(model))
     install_rotary(decoder_of(model))
+    if model.dtype == torch.bfloat16:
+        install_layer_halves(decoder_blocks(model, decoder_of(model)))
     return found
 
 

@@ -26,6 +26,7 @@ from rondel.models import cpu_kernels
 from rondel.models.blocks import decoder_blocks
 from rondel.models.cache_pools import LayerPools
 from rondel.models.dense_attention import ScoreRule
+from rondel.models.layer_halves import KINDS, modules_alone
 from rondel.models.linear import has_pairs, has_spare_memory
 from rondel.models.main_grad import Stamp, stamp_of
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from rondel.models.attention import AttentionLayout
     from rondel.models.loaded_model import LoadedModel
 
-KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 FRONT, ATTENTION, BACK = 1, 2, 4  # parts of a layer, as in cpu_layers.cpp
 LONGEST = 512  # numbers of a head
 UNIT = 16  # outputs that are packed together
@@ -142,7 +142,7 @@ class PackedLayers:
         worst = 0.0
         for given, own in zip(_probe_steps(pools, self.loaded), _probe_steps(own_pools, self.loaded), strict=True):
             tokens, positions, layout = given
-            with _Streams(self._layers) as streams:
+            with _Streams(self._layers) as streams, modules_alone():
                 self.loaded.hidden_states(tokens, positions, cast(Any, _NotedRules(layout, noted)))
             self._rules = [noted[layer.self_attn.layer_idx] for layer in self._layers]
             if not all(_is_windowed(rule, self._rules[0].scale) for rule in self._rules) or not self._is_packed():

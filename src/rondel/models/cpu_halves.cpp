@@ -1,0 +1,399 @@
+// The two halves of a dense decoder's layer around its attention, forward and backward, in bfloat16 over a residual
+// stream in fp32: norm and the products of q, k and v; then the output product, sum, norm, gate and up, silu(g) · u, the
+// down product, sum. Each is one call and one team of threads. Weights are taken as they lie: a thread puts 32 outputs of
+// them into a panel of its own (cpu_pairs.h) and multiplies it with some hundred rows. Gradients of weights are added to
+// fp32 sums where they are computed, never rounded. layer_halves.py calls this; it rounds where the modules do.
+
+#include "cpu_pairs.h"
+
+namespace {
+
+constexpr int64_t MOST_ROWS = 384;  // that are multiplied with one panel
+constexpr int64_t CHUNK = 32;       // tiles of outputs of a weight's gradient over one panel
+constexpr int64_t NORM_ROWS = 64;   // of a norm whose share of the weight's gradient is summed one after the other
+
+struct Product {  // addresses; 0 for what is not there
+    const bf16 *weight;  // [width, in]
+    const float *bias;
+    bf16 *out;          // [rows, width], or the gradient of it
+    float *total;       // [width, in], to which the weight's gradient is added
+    int64_t width;
+};
+
+// -- panels ----------------------------------------------------------------------------------------------
+
+// sixteen outputs of a weight, [outputs, in] -> `half` of a panel
+inline void put_outputs(const bf16 *weight, int64_t in, int64_t count, bf16 *panel) {
+    int64_t k = 0;
+#ifdef __AVX512BF16__
+    for (; count == HALF && k + 2 * HALF <= in; k += 2 * HALF) {
+        __m512i a[HALF], b[HALF];
+        for (int i = 0; i < HALF; i++) a[i] = _mm512_loadu_si512(weight + i * in + k);
+        for (int i = 0; i < HALF; i += 2)
+            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+        for (int i = 0; i < HALF; i += 4)
+            for (int j = 0; j < 2; j++) {
+                a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+                a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+            }
+        for (int i = 0; i < 4; i++) {  // a[4 q + i]: pairs i, 4 + i, 8 + i, 12 + i of four outputs
+            __m512i low = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88), high = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd);
+            __m512i next = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88), last = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
+            bf16 *to = panel + (k / 2 + i) * 2 * WIDTH;
+            _mm512_storeu_si512(to, _mm512_shuffle_i32x4(low, next, 0x88));
+            _mm512_storeu_si512(to + 8 * WIDTH, _mm512_shuffle_i32x4(high, last, 0x88));
+            _mm512_storeu_si512(to + 16 * WIDTH, _mm512_shuffle_i32x4(low, next, 0xdd));
+            _mm512_storeu_si512(to + 24 * WIDTH, _mm512_shuffle_i32x4(high, last, 0xdd));
+        }
+    }
+#endif
+    for (; k < in; k += 2)
+        for (int64_t i = 0; i < HALF; i++) {
+            bf16 *to = panel + k * WIDTH + 2 * i;
+            if (i < count) memcpy(to, weight + i * in + k, 4);
+            else memset(to, 0, 4);
+        }
+}
+
+// `count` numbers of each of `rows` rows that are `step` apart -> a panel whose pairs are two rows, the last one with 0s
+inline void put_rows(const bf16 *from, int64_t step, int64_t rows, int64_t count, bf16 *panel) {
+    for (int64_t t = 0; t < rows; t += 2, panel += 2 * WIDTH) {
+        const bf16 *first = from + t * step, *second = first + step;
+        bool both = t + 1 < rows;
+#ifdef __AVX512BF16__
+        __mmask32 some = count >= WIDTH ? ~0u : (1u << count) - 1;
+        __m512i a = _mm512_maskz_loadu_epi16(some, first), b = _mm512_maskz_loadu_epi16(both ? some : 0, both ? second : first);
+        __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);  // by quarters of a register
+        __m512i even = _mm512_permutex2var_epi64(low, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high);
+        __m512i odd = _mm512_permutex2var_epi64(low, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), high);
+        _mm512_storeu_si512(panel, even);
+        _mm512_storeu_si512(panel + WIDTH, odd);
+#else
+        for (int64_t i = 0; i < WIDTH; i++) {
+            panel[2 * i] = i < count ? first[i] : bf16{0};
+            panel[2 * i + 1] = i < count && both ? second[i] : bf16{0};
+        }
+#endif
+    }
+}
+
+// -- products --------------------------------------------------------------------------------------------
+
+inline int64_t blocks_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+
+// `use(first row, rows, panel, sums [rows, WIDTH])` of x [rows, in] and `count` panels, which `put(panel, to)` fills, on
+// the threads of the region, which do not wait for each other at its end
+template <class Put, class Use>
+inline void multiply(const bf16 *x, int64_t rows, int64_t in, int64_t count, std::vector<bf16> &room, const Put &put, const Use &use) {
+    int64_t blocks = blocks_of(rows);
+    room.resize(in * WIDTH + 2 * WIDTH);
+    bf16 *panel = (bf16 *)(((uintptr_t)room.data() + 63) / 64 * 64);
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t job = 0; job < blocks * count; job++) {
+        int64_t p = job % count, first = job / count * rows / blocks, end = (job / count + 1) * rows / blocks;
+        alignas(64) float sums[PAIR_TILE * WIDTH];
+        put(p, panel);
+        for (int64_t left = (end - first + PAIR_TILE - 1) / PAIR_TILE; left; left--) {
+            int64_t some = (end - first) / left;
+            pair_rows(some, x + first * in, in, panel, in / 2, sums);
+            use(first, some, p, sums);
+            first += some;
+        }
+    }
+}
+
+inline int64_t tiles_of(int64_t width) { return (width + PAIR_TILE - 1) / PAIR_TILE; }
+
+// grad [rows, step], of which `width` columns -> [tiles, pairs of rows, PAIR_TILE, 2], filled up with zeros
+inline void put_gradient(const bf16 *grad, int64_t step, int64_t rows, int64_t width, bf16 *to) {
+    int64_t pairs = (rows + 1) / 2, tiles = tiles_of(width);
+    constexpr int64_t SOME = 16;  // pairs: their rows stay near while all tiles take their share
+#pragma omp for schedule(static)
+    for (int64_t from = 0; from < pairs; from += SOME)
+        for (int64_t tile = 0; tile < tiles; tile++)
+            for (int64_t k = from; k < std::min(pairs, from + SOME); k++) {
+                const bf16 *first = grad + 2 * k * step + tile * PAIR_TILE, *second = first + step;
+                bf16 *own = to + (tile * pairs + k) * 2 * PAIR_TILE;
+                int64_t count = std::min(PAIR_TILE, width - tile * PAIR_TILE);
+                bool both = 2 * k + 1 < rows;
+#ifdef __AVX512BF16__
+                __mmask16 some = (1u << count) - 1;
+                __m256i a = _mm256_maskz_loadu_epi16(some, first);
+                __m256i b = _mm256_maskz_loadu_epi16(both ? some : 0, both ? second : first);
+                __m512i low = _mm512_cvtepu16_epi32(a), high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16);
+                _mm512_mask_storeu_epi32(own, 0x0fff, _mm512_or_si512(low, high));
+#else
+                for (int64_t i = 0; i < PAIR_TILE; i++) {
+                    own[2 * i] = i < count ? first[i] : bf16{0};
+                    own[2 * i + 1] = i < count && both ? second[i] : bf16{0};
+                }
+#endif
+            }
+}
+
+// total [width, in] += gradᵀ x, for a gradient from `put_gradient` and x [rows, in]; ends without waiting
+inline void add_weight_gradient(const bf16 *grad, const bf16 *x, int64_t rows, int64_t width, int64_t in, float *total, std::vector<bf16> &room) {
+    int64_t pairs = (rows + 1) / 2, tiles = tiles_of(width), chunks = (tiles + CHUNK - 1) / CHUNK, count = panels_of(in);
+    room.resize(pairs * 2 * WIDTH + 2 * WIDTH);
+    bf16 *panel = (bf16 *)(((uintptr_t)room.data() + 63) / 64 * 64);
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t job = 0; job < chunks * count; job++) {
+        int64_t p = job % count, columns = std::min(WIDTH, in - p * WIDTH), chunk = job / count;
+        put_rows(x + p * WIDTH, in, rows, columns, panel);
+        for (int64_t tile = chunk * tiles / chunks; tile < (chunk + 1) * tiles / chunks; tile++) {
+            alignas(64) float sums[PAIR_TILE * WIDTH];
+            pair_tile<PAIR_TILE, 2 * PAIR_TILE>(grad + tile * pairs * 2 * PAIR_TILE, 2, panel, pairs, sums);
+            for (int64_t r = 0; r < std::min(PAIR_TILE, width - tile * PAIR_TILE); r++) {
+                float *to = total + (tile * PAIR_TILE + r) * in + p * WIDTH;
+                if (columns == WIDTH)
+                    for (int64_t i = 0; i < WIDTH; i++) to[i] += sums[r * WIDTH + i];
+                else
+                    for (int64_t i = 0; i < columns; i++) to[i] += sums[r * WIDTH + i];
+            }
+        }
+    }
+}
+
+// `use(row, column, sums, columns)` of each row of a tile
+template <class Use> inline void each_row(int64_t first, int64_t some, int64_t p, int64_t width, const float *sums, const Use &use) {
+    for (int64_t r = 0; r < some; r++) use(first + r, p * WIDTH, sums + r * WIDTH, std::min(WIDTH, width - p * WIDTH));
+}
+
+inline void put_product(const Product &one, int64_t in, int64_t p, bf16 *panel) {
+    for (int64_t half = 0; half < 2; half++) {
+        int64_t at = p * WIDTH + half * HALF, count = std::max<int64_t>(0, std::min(HALF, one.width - at));
+        put_outputs(one.weight + (count ? at * in : 0), in, count, panel + half * HALF * 2);
+    }
+}
+
+// out = x Wᵀ + b, rounded, to `use(row, column, rounded numbers, columns)`
+template <class Use>
+inline void product(const bf16 *x, int64_t rows, int64_t in, const Product &one, std::vector<bf16> &room, const Use &use) {
+    multiply(x, rows, in, panels_of(one.width), room, [&](int64_t p, bf16 *panel) { put_product(one, in, p, panel); },
+             [&](int64_t first, int64_t some, int64_t p, float *sums) {
+        each_row(first, some, p, one.width, sums, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
+            float out[WIDTH];
+            for (int64_t i = 0; i < WIDTH; i++) out[i] = own[i];
+            for (int64_t i = 0; one.bias && i < columns; i++) out[i] += one.bias[at + i];
+            for (int64_t i = 0; i < WIDTH; i++) out[i] = rounded<bf16>(out[i]);
+            use(row, at, out, columns);
+        });
+    });
+}
+
+// dx [rows, in] = sum of grad W over products whose gradients lie beside each other in grad [rows, sum of widths]
+template <class Use>
+inline void input_gradient(const bf16 *grad, int64_t rows, int64_t in, const Product *products, int64_t count, std::vector<bf16> &room, const Use &use) {
+    int64_t all = 0;
+    for (int64_t i = 0; i < count; i++) all += products[i].width;
+    multiply(grad, rows, all, panels_of(in), room, [&](int64_t p, bf16 *panel) {
+        for (int64_t i = 0; i < count; panel += products[i].width * WIDTH, i++)
+            put_rows(products[i].weight + p * WIDTH, in, products[i].width, std::min(WIDTH, in - p * WIDTH), panel);
+    }, [&](int64_t first, int64_t some, int64_t p, const float *sums) { each_row(first, some, p, in, sums, use); });
+}
+
+inline void store(const float *from, int64_t count, bf16 *to) {
+    if (count == WIDTH)
+        for (int64_t i = 0; i < WIDTH; i++) narrow(from[i], to[i]);
+    else
+        for (int64_t i = 0; i < count; i++) narrow(from[i], to[i]);
+}
+
+inline void norm_rows(const float *stream, const bf16 *weight, bf16 *out, int64_t rows, int64_t width, float eps) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++) norm_row(stream + row * width, weight, out + row * width, width, eps);
+}
+
+// dstream [rows, width] += the gradient through a norm of `grad`, and the shares of its weight [blocks, width]
+inline void norm_gradient(const float *x, const bf16 *weight, const bf16 *grad, float *dx, float *shares, int64_t rows, int64_t width, float eps) {
+#pragma omp for schedule(static)
+    for (int64_t b = 0; b < (rows + NORM_ROWS - 1) / NORM_ROWS; b++)
+        for (int64_t row = b * NORM_ROWS; row < std::min(rows, (b + 1) * NORM_ROWS); row++)
+            norm_row_backward<true>(x + row * width, weight, grad + row * width, dx + row * width, shares + b * width, width, eps);
+}
+
+// gate and up of one part of a row, the gradient of silu(g) · u -> theirs, and silu(g) · u again in the place of `y`
+inline void gate_row(const bf16 *gate, const bf16 *up, int64_t count, float *y, bf16 *dgate, bf16 *dup) {
+    float g[WIDTH], u[WIDTH], dg[WIDTH], du[WIDTH];
+    for (int64_t i = 0; i < WIDTH; i++) g[i] = u[i] = 0;
+    for (int64_t i = 0; i < count; i++) g[i] = wide(gate[i]), u[i] = wide(up[i]);
+    for (int64_t i = 0; i < WIDTH; i++) {
+        float below = 1.0f + exponential(-g[i]), share = 1.0f / below, silu = rounded<bf16>(g[i] / below);
+        dg[i] = rounded<bf16>(y[i] * u[i]) * share * (1.0f + g[i] * (1.0f - share));
+        du[i] = y[i] * silu;
+        y[i] = silu * u[i];
+    }
+    store(dg, count, dgate);
+    store(du, count, dup);
+}
+
+// -- the halves -------------------------------------------------------------------------------------------
+
+struct Half {  // as layer_halves.py hands it over
+    int64_t rows, width, inner, attended_width, count;  // count: products of the front half
+    const float *stream;    // [rows, width]: what the half reads
+    const bf16 *norm;       // [width]
+    bf16 *normed;           // room [rows, width]
+    const bf16 *attended;   // [rows, attended_width]
+    float *middle;          // [rows, width]: the stream behind attention
+    bf16 *inner_room;       // [rows, inner]
+    float *out;             // [rows, width]: the stream behind the layer
+    const float *dout;      // its gradient; in the front half that of the stream from behind, or 0
+    bf16 *joined;           // room: gradients beside each other
+    bf16 *tiles;            // room for `put_gradient`
+    bf16 *dnormed;          // room [rows, width]
+    bf16 *dattended;        // [rows, attended_width]
+    float *dstream;         // [rows, width]
+    float *shares;          // [blocks, width], zeros
+};
+
+void front_forward(const Half &n, const Product *products, float eps) {
+    std::vector<bf16> room;
+    norm_rows(n.stream, n.norm, n.normed, n.rows, n.width, eps);
+    for (int64_t i = 0; i < n.count; i++) {
+        const Product &one = products[i];
+        product(n.normed, n.rows, n.width, one, room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
+            store(out, columns, one.out + row * one.width + at);
+        });
+    }
+}
+
+// weights' gradients of products of one input [rows, in], whose gradients lie beside each other
+void weight_gradients(const Half &n, const bf16 *joined, const bf16 *x, int64_t in, const Product *products, int64_t count, std::vector<bf16> &room) {
+    int64_t all = 0, at = 0;
+    for (int64_t i = 0; i < count; i++) all += products[i].width;
+    bf16 *to = n.tiles;
+    for (int64_t i = 0; i < count; at += products[i].width, i++)
+        if (products[i].total) {
+            put_gradient(joined + at, all, n.rows, products[i].width, to);
+            to += tiles_of(products[i].width) * PAIR_TILE * ((n.rows + 1) / 2 * 2);
+        }
+    to = n.tiles;
+    for (int64_t i = 0; i < count; i++)
+        if (products[i].total) {
+            add_weight_gradient(to, x, n.rows, products[i].width, in, products[i].total, room);
+            to += tiles_of(products[i].width) * PAIR_TILE * ((n.rows + 1) / 2 * 2);
+        }
+#pragma omp barrier
+}
+
+void front_backward(const Half &n, const Product *products, float eps) {
+    std::vector<bf16> room;
+    int64_t all = 0;
+    for (int64_t i = 0; i < n.count; i++) all += products[i].width;
+#pragma omp for schedule(static) nowait
+    for (int64_t row = 0; row < n.rows; row++) {
+        bf16 *to = n.joined + row * all;
+        for (int64_t i = 0; i < n.count; to += products[i].width, i++)
+            memcpy(to, products[i].out + row * products[i].width, products[i].width * sizeof(bf16));
+        if (n.dout) memcpy(n.dstream + row * n.width, n.dout + row * n.width, n.width * sizeof(float));
+        else memset(n.dstream + row * n.width, 0, n.width * sizeof(float));
+    }
+    norm_rows(n.stream, n.norm, n.normed, n.rows, n.width, eps);
+    weight_gradients(n, n.joined, n.normed, n.width, products, n.count, room);
+    input_gradient(n.joined, n.rows, n.width, products, n.count, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
+        store(own, columns, n.dnormed + row * n.width + at);
+    });
+#pragma omp barrier
+    norm_gradient(n.stream, n.norm, n.dnormed, n.dstream, n.shares, n.rows, n.width, eps);
+}
+
+enum { OUT, GATE, UP, DOWN };
+
+// to[...] = from[...] + out
+inline void add_part(const float *from, const float *out, int64_t count, float *to) {
+    if (count == WIDTH)
+        for (int64_t i = 0; i < WIDTH; i++) to[i] = from[i] + out[i];
+    else
+        for (int64_t i = 0; i < count; i++) to[i] = from[i] + out[i];
+}
+
+void back_forward(const Half &n, const Product *products, float eps) {
+    std::vector<bf16> room;
+    product(n.attended, n.rows, n.attended_width, products[OUT], room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
+        add_part(n.stream + row * n.width + at, out, columns, n.middle + row * n.width + at);
+    });
+#pragma omp barrier
+    norm_rows(n.middle, n.norm, n.normed, n.rows, n.width, eps);
+    const Product &gate = products[GATE], &up = products[UP];
+    multiply(n.normed, n.rows, n.width, n.inner / HALF, room, [&](int64_t p, bf16 *panel) {
+        put_outputs(gate.weight + p * HALF * n.width, n.width, HALF, panel);
+        put_outputs(up.weight + p * HALF * n.width, n.width, HALF, panel + 2 * HALF);
+    }, [&](int64_t first, int64_t some, int64_t p, const float *sums) {
+        constexpr int64_t AT_ONCE = VECTOR / HALF;  // rows of a vector
+        for (int64_t r = 0; r < some; r += AT_ONCE) {
+            int64_t count = std::min(AT_ONCE, some - r);
+            float g[VECTOR] = {0}, u[VECTOR] = {0};
+            bf16 narrow_g[VECTOR], narrow_u[VECTOR], out[VECTOR];
+            for (int64_t i = 0; i < count; i++) {
+                memcpy(g + i * HALF, sums + (r + i) * WIDTH, HALF * sizeof(float));
+                memcpy(u + i * HALF, sums + (r + i) * WIDTH + HALF, HALF * sizeof(float));
+            }
+            for (int i = 0; i < VECTOR; i++) narrow(g[i], narrow_g[i]), narrow(u[i], narrow_u[i]);
+            for (int i = 0; i < VECTOR; i++) g[i] = wide(narrow_g[i]), u[i] = wide(narrow_u[i]);
+            gate_vector<bf16, VECTOR>(g, u);
+            for (int i = 0; i < VECTOR; i++) narrow(u[i], out[i]);
+            for (int64_t i = 0; i < count; i++) {
+                int64_t at = (first + r + i) * n.inner + p * HALF;
+                if (gate.out) memcpy(gate.out + at, narrow_g + i * HALF, HALF * sizeof(bf16));
+                if (up.out) memcpy(up.out + at, narrow_u + i * HALF, HALF * sizeof(bf16));
+                memcpy(n.inner_room + at, out + i * HALF, HALF * sizeof(bf16));
+            }
+        }
+    });
+#pragma omp barrier
+    product(n.inner_room, n.rows, n.inner, products[DOWN], room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
+        add_part(n.middle + row * n.width + at, out, columns, n.out + row * n.width + at);
+    });
+}
+
+void back_backward(const Half &n, const Product *products, float eps) {
+    std::vector<bf16> room;
+    bf16 *narrowed = n.dnormed;  // of a gradient of the stream, until that of the norm is there
+#pragma omp for schedule(static) nowait
+    for (int64_t row = 0; row < n.rows; row++)
+        for (int64_t i = row * n.width; i < (row + 1) * n.width; i++) narrow(n.dout[i], narrowed[i]), n.dstream[i] = n.dout[i];
+    norm_rows(n.middle, n.norm, n.normed, n.rows, n.width, eps);
+    const bf16 *gate = products[GATE].out, *up = products[UP].out;
+    input_gradient(narrowed, n.rows, n.inner, products + DOWN, 1, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
+        float y[WIDTH];
+        for (int64_t i = 0; i < WIDTH; i++) y[i] = rounded<bf16>(own[i]);
+        int64_t from = row * n.inner + at, to = row * 2 * n.inner + at;
+        gate_row(gate + from, up + from, columns, y, n.joined + to, n.joined + to + n.inner);
+        store(y, columns, n.inner_room + from);
+    });
+#pragma omp barrier
+    weight_gradients(n, narrowed, n.inner_room, n.inner, products + DOWN, 1, room);
+    weight_gradients(n, n.joined, n.normed, n.width, products + GATE, 2, room);
+    input_gradient(n.joined, n.rows, n.width, products + GATE, 2, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
+        store(own, columns, n.dnormed + row * n.width + at);
+    });
+#pragma omp barrier
+    norm_gradient(n.middle, n.norm, n.dnormed, n.dstream, n.shares, n.rows, n.width, eps);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < n.rows; row++)
+        for (int64_t i = row * n.width; i < (row + 1) * n.width; i++) narrow(n.dstream[i], narrowed[i]);
+    weight_gradients(n, narrowed, n.attended, n.attended_width, products + OUT, 1, room);
+    input_gradient(narrowed, n.rows, n.attended_width, products + OUT, 1, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
+        store(own, columns, n.dattended + row * n.attended_width + at);
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+// kind: 0 and 1 the front half forward and backward, 2 and 3 the back half
+void rondel_layer_half(int kind, const void *half, const void *products, float eps, int threads) {
+    const Half &n = *(const Half *)half;
+    const Product *all = (const Product *)products;
+#pragma omp parallel num_threads(threads)
+    {
+        if (kind == 0) front_forward(n, all, eps);
+        if (kind == 1) front_backward(n, all, eps);
+        if (kind == 2) back_forward(n, all, eps);
+        if (kind == 3) back_backward(n, all, eps);
+    }
+}
+
+}

@@ -1,0 +1,397 @@
+"""A dense decoder's layer on a CPU in two calls, before and behind its attention, forward and backward (cpu_halves.cpp).
+
+    front   q, k, v = norm(h) Wᵀ + b                                       kept: h
+    back    m = h + o Woᵀ + b,   h' = m + (silu(g) · u) Wdᵀ,               kept: o, m, g, u
+            g = norm(m) Wgᵀ,     u = norm(m) Wuᵀ
+
+Two thirds of a training step were products; the rest went to what lies between them, an operation at a time, much of it
+on one thread. Here a half is one team of threads. For layers written like llama's in bfloat16, with their residual stream
+in fp32, on CPUs that multiply bfloat16 in vectors; trainer, critic and reference alike, with gradients and without, so
+that two passes over the same weights have the same bits. It rounds where the modules do, but for gradients of weights,
+which are added to the optimizer's sums in fp32. Before a layer's first pass both ways compute some rows, values and
+gradients, and where they differ the modules stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from rondel.core.events import Warned, emit
+from rondel.models import cpu_kernels
+from rondel.models.attention import attention_layout
+from rondel.models.fp32_sums import narrow_norm
+from rondel.models.linear import has_pairs, is_compared, is_installed, is_tracing
+from rondel.models.main_grad import main_grad
+
+KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+FRONT, FRONT_BACKWARD, BACK, BACK_BACKWARD = range(4)  # as in cpu_halves.cpp
+UNIT = 16  # of which all sizes are multiples
+TILE = 12  # outputs of a weight's gradient that are computed together, as in cpu_pairs.h
+NORM_ROWS = 64  # of a norm whose share of the weight's gradient is summed one after the other, as in cpu_halves.cpp
+ROWS = 8  # that are computed both ways
+TOLERANCE = 0.05  # of the norm of what a half gives and of each gradient: ten times what bfloat16 rounds away
+
+_modules = threading.local()
+
+
+@contextmanager
+def modules_alone() -> Iterator[None]:
+    """Inside, every layer is computed by its modules."""
+    outer, _modules.alone = getattr(_modules, "alone", False), True
+    try:
+        yield
+    finally:
+        _modules.alone = outer
+
+
+def install_layer_halves(layers: list[Any]) -> None:
+    """Layers of KINDS compute in halves from now on, wherever that is possible and the faster way."""
+    for layer in layers:
+        if type(layer).__name__ in KINDS and "forward" not in layer.__dict__ and _is_plain(layer):
+            own = functools.partial(LayerHalves(layer).forward, layer.forward)
+            setattr(layer, "forward", own)  # noqa: B010
+
+
+class LayerHalves:
+    """The forward pass of one layer."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._fits: bool | None = None  # whether both ways agree
+
+    def __deepcopy__(self, memo: Any) -> LayerHalves:
+        return LayerHalves(memo.get(id(self._layer), self._layer))
+
+    def forward(self, plain: Callable[..., Tensor], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """`plain`: through the modules."""
+        if args or not self._may_fit(hidden_states):
+            return plain(hidden_states, *args, **kwargs)
+        attention = self._layer.self_attn
+        stream = hidden_states[0].contiguous()
+        if self._fits is None:
+            self._fits = self._is_like_modules(stream)
+        if not self._fits:
+            return plain(hidden_states, **kwargs)
+        q, k, v, stream = _front(self._layer, stream)
+        given = _GivenProjections(attention, {"q_proj": q, "k_proj": k, "v_proj": v})
+        attended, _ = _forward_of(attention)(given, hidden_states=hidden_states, **kwargs)
+        return _back(self._layer, attended[0], stream)[None]
+
+    def _may_fit(self, hidden: Tensor) -> bool:
+        return (
+            self._fits is not False
+            and hidden.dtype == torch.float32
+            and hidden.dim() == 3
+            and len(hidden) == 1
+            and hidden.shape[1] > 0
+            and not getattr(_modules, "alone", False)
+            and attention_layout() is not None
+            and has_pairs()
+            and not (is_compared() or is_tracing())
+            and cpu_kernels.has_kernels(hidden)
+            and _is_plain(self._layer)
+        )
+
+    def _is_like_modules(self, stream: Tensor) -> bool:
+        """Some rows through the modules and in halves: what these give, and all gradients."""
+        layer, generator = self._layer, torch.Generator().manual_seed(0)
+        with torch.inference_mode(False), torch.enable_grad():
+            rows = stream[:ROWS].detach().clone().requires_grad_()
+            wide = layer.self_attn.o_proj.in_features
+            attended = torch.randn(len(rows), wide, generator=generator).to(torch.bfloat16).requires_grad_()
+            front, back = _weights_of(layer)
+            with modules_alone():
+                normed = layer.input_layernorm(rows)
+                attention = layer.self_attn
+                theirs = [one(normed) for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
+                middle = rows + attention.o_proj(attended)
+                theirs.append(layer.mlp(layer.post_attention_layernorm(middle)) + middle - rows)
+            ours = [*_front(layer, rows, owned=False)[:3], _back(layer, attended, rows, owned=False) - rows]
+            asked = [rows, attended, *(w for w in (*front, *back) if w is not None and w.requires_grad)]
+            grads = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in theirs]
+            theirs += torch.autograd.grad(theirs, asked, grads)
+            ours += torch.autograd.grad(ours, asked, grads)
+        worst = max(_distance(own, their) for own, their in zip(ours, theirs, strict=True))
+        if worst <= TOLERANCE:
+            return True
+        emit(
+            Warned(
+                f"layer {layer.self_attn.layer_idx} ({type(layer).__name__}) in halves gives something else than its "
+                f"modules, by {worst:.2g} (limit {TOLERANCE}), so modules compute it, slower"
+            )
+        )
+        return False
+
+
+def _distance(own: Tensor, their: Tensor) -> float:
+    """|own - their| / |their|"""
+    off = float((own.detach().float() - their.detach().float()).norm() / their.detach().float().norm().clamp_min(1e-30))
+    return off if off == off else math.inf
+
+
+class _GivenProjections:
+    """An attention module whose products have been computed; its own code does the rest."""
+
+    def __init__(self, attention: Any, given: dict[str, Tensor]) -> None:
+        self._attention = attention
+        for name, out in given.items():
+            setattr(self, name, functools.partial(_take, out[None]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
+
+    def o_proj(self, attended: Tensor) -> Tensor:
+        return attended
+
+
+def _take(out: Tensor, _: Tensor) -> Tensor:
+    return out
+
+
+def _forward_of(attention: Any) -> Callable[..., Any]:
+    """What an attention computes, with itself as the first argument."""
+    own = attention.__dict__.get("forward")
+    forward: Callable[..., Any] = type(attention).forward if own is None else own.func
+    return forward
+
+
+# -- which layers ---------------------------------------------------------------------------------------
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer consists of weights that lie as they are, and of what was installed when it was loaded."""
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    gated = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    own = attention.__dict__.get("forward")
+    return (
+        all(is_installed(one) and not _has_hooks(one) for one in (*linears, *gated))
+        and all(_is_plain_norm(one) for one in norms)
+        and norms[0].variance_epsilon == norms[1].variance_epsilon
+        and not _has_hooks(attention)
+        and not _has_hooks(mlp)
+        and (own is None or getattr(own, "args", None) == (attention,))
+        and all(one.bias is None for one in gated)
+        and all(_is_plain_weight(w) for half in _weights_of(layer) for w in half)
+        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    )
+
+
+def _is_plain_weight(weight: Any) -> bool:
+    return weight is None or (
+        type(weight) is nn.Parameter
+        and weight.dtype == torch.bfloat16
+        and weight.is_cpu
+        and weight.is_contiguous()
+        and not any(n % UNIT for n in weight.shape)
+    )
+
+
+def _is_plain_norm(norm: Any) -> bool:
+    hooks = [*norm._forward_hooks.values()]
+    return type(norm).__name__.endswith("RMSNorm") and hooks == [narrow_norm] and not norm._forward_pre_hooks
+
+
+def _has_hooks(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+# -- halves ---------------------------------------------------------------------------------------------
+
+Weights = list[nn.Parameter | None]
+
+
+def _weights_of(layer: Any) -> tuple[Weights, Weights]:
+    """Of each half: its norm, then weights, then as many biases."""
+    attention, mlp = layer.self_attn, layer.mlp
+    front, back = [attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]
+    gated: Weights = [one.weight for one in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    return (
+        [layer.input_layernorm.weight, *(one.weight for one in front), *(one.bias for one in front)],
+        [layer.post_attention_layernorm.weight, back[0].weight, *gated, back[0].bias, None, None, None],
+    )
+
+
+def _front(layer: Any, stream: Tensor, *, owned: bool = True) -> list[Tensor]:
+    """stream [T, D] -> q, k, v [T, O_i], and the stream for the other half, whose gradient comes back by it."""
+    weights, eps = _weights_of(layer)[0], layer.input_layernorm.variance_epsilon
+    if _wants_gradient(stream, *weights):
+        return [*FrontHalf.apply(eps, owned, stream, *weights)]
+    return [*_front_forward(eps, stream, weights), stream]
+
+
+def _back(layer: Any, attended: Tensor, stream: Tensor, *, owned: bool = True) -> Tensor:
+    """attended [T, I], stream [T, D] -> the stream behind the layer."""
+    weights, eps = _weights_of(layer)[1], layer.post_attention_layernorm.variance_epsilon
+    attended = attended.contiguous()
+    if _wants_gradient(attended, stream, *weights):
+        out: Tensor = BackHalf.apply(eps, owned, attended, stream, *weights)
+        return out
+    return _back_forward(eps, attended, stream, weights, keep=False)[0]
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _front_forward(eps: float, stream: Tensor, weights: Weights) -> list[Tensor]:
+    norm, *products = weights
+    own = products[: len(products) // 2]
+    outs = [_room(len(stream), len(w)) for w in own if w is not None]
+    half = _Half(stream=stream, norm=norm, normed=_room(*stream.shape))
+    half.run(FRONT, eps, products, outs, [None] * len(own))
+    return outs
+
+
+def _back_forward(eps: float, attended: Tensor, stream: Tensor, weights: Weights, *, keep: bool) -> list[Tensor]:
+    """-> the stream behind the layer and behind its attention, gate and up."""
+    norm, *products = weights
+    rows, width = stream.shape
+    assert products[1] is not None
+    inner = len(products[1])
+    middle, out = torch.empty_like(stream), torch.empty_like(stream)
+    kept = [_room(rows, inner), _room(rows, inner)] if keep else []
+    half = _Half(
+        stream=stream, norm=norm, normed=_room(rows, width), attended=attended, middle=middle, inner=_room(rows, inner),
+        out=out,
+    )  # fmt: skip
+    half.run(BACK, eps, products, [None, *(kept or [None, None]), None], [None] * 4)
+    return [out, middle, *kept]
+
+
+class FrontHalf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, eps: float, owned: bool, stream: Tensor, *weights: Tensor | None):
+        ctx.eps, ctx.owned, ctx.weights = eps, owned, weights
+        ctx.save_for_backward(stream, *weights)  # the weights, too: torch then notices when one was written to
+        ctx.set_materialize_grads(False)
+        return *_front_forward(eps, stream, [*weights]), stream.view_as(stream)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor | None) -> Any:
+        stream = ctx.saved_tensors[0]
+        norm, *products = ctx.weights
+        own, dout, rows = products[: len(products) // 2], grads[-1], len(stream)
+        given = [
+            _room(rows, len(w)).zero_() if g is None else g.to(torch.bfloat16).contiguous()
+            for g, w in zip(grads, own, strict=False)
+        ]
+        totals = _totals(own, ctx.needs_input_grad[4:], owned=ctx.owned)
+        dstream, shares = torch.empty_like(stream), _shares(stream)
+        widths = [len(w) for w in own]
+        half = _Half(
+            stream=stream, norm=norm, normed=_room(*stream.shape), dout=None if dout is None else dout.contiguous(),
+            joined=_room(rows, sum(widths)), tiles=_tiles(rows, widths), dnormed=_room(*stream.shape), dstream=dstream,
+            shares=shares,
+        )  # fmt: skip
+        half.run(FRONT_BACKWARD, ctx.eps, products, given, [total for total, _ in totals])
+        biases = [None if b is None else g.float().sum(0).to(b.dtype) for b, g in zip(products[len(own) :], given)]
+        return None, None, dstream, shares.sum(0).to(norm.dtype), *_returned(own, totals), *biases
+
+
+class BackHalf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, eps: float, owned: bool, attended: Tensor, stream: Tensor, *weights: Tensor | None):
+        out, middle, gate, up = _back_forward(eps, attended, stream, [*weights], keep=True)
+        ctx.eps, ctx.owned, ctx.weights = eps, owned, weights
+        ctx.save_for_backward(attended, middle, gate, up, *weights)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Any:
+        attended, middle, gate, up = ctx.saved_tensors[:4]
+        norm, *products = ctx.weights
+        own = products[: len(products) // 2]
+        totals = _totals(own, ctx.needs_input_grad[5:], owned=ctx.owned)
+        dattended, dstream, shares = torch.empty_like(attended), torch.empty_like(middle), _shares(middle)
+        rows, inner = gate.shape
+        half = _Half(
+            norm=norm, normed=_room(*middle.shape), attended=attended, middle=middle, inner=_room(rows, inner),
+            dout=grad.contiguous(), joined=_room(rows, 2 * inner), tiles=_tiles(rows, [inner, inner]),
+            dnormed=_room(*middle.shape), dattended=dattended, dstream=dstream, shares=shares,
+        )  # fmt: skip
+        half.run(BACK_BACKWARD, ctx.eps, products, [None, gate, up, None], [total for total, _ in totals])
+        bias = None if products[len(own)] is None else dstream.sum(0).to(torch.bfloat16)
+        returned = _returned(own, totals)
+        return None, None, dattended, dstream, shares.sum(0).to(norm.dtype), *returned, bias, None, None, None
+
+
+Total = tuple[Tensor | None, bool]  # where a weight's gradient is added, and whether that is the optimizer's
+
+
+def _totals(weights: Weights, wanted: tuple[bool, ...], *, owned: bool) -> list[Total]:
+    """For each weight."""
+    found = list[Total]()
+    for weight, wants in zip(weights, wanted, strict=False):
+        main = main_grad(weight) if owned and wants and weight is not None else None
+        if main is not None and main.is_contiguous() and main.dtype == torch.float32:
+            found.append((main, True))
+        else:
+            found.append((torch.zeros(weight.shape) if wants and weight is not None else None, False))
+    return found
+
+
+def _returned(weights: Weights, totals: list[Total]) -> list[Tensor | None]:
+    """What autograd gets of them."""
+    return [
+        None if total is None or is_main else total.to(torch.bfloat16)
+        for _, (total, is_main) in zip(weights, totals, strict=True)
+    ]
+
+
+def _room(rows: int, width: int) -> Tensor:
+    return torch.empty(rows, width, dtype=torch.bfloat16)
+
+
+def _shares(stream: Tensor) -> Tensor:
+    return torch.zeros(-(-len(stream) // NORM_ROWS), stream.shape[1])
+
+
+def _tiles(rows: int, widths: list[int]) -> Tensor:
+    """For the gradients of products that are computed together, and of any one of `rows`."""
+    return _room(rows + rows % 2, sum(-(-width // TILE) * TILE for width in widths))
+
+
+class _Half:
+    """What one call reads and writes, as cpu_halves.cpp names it: Half, Product."""
+
+    PLACES = (
+        "stream", "norm", "normed", "attended", "middle", "inner", "out", "dout", "joined", "tiles", "dnormed",
+        "dattended", "dstream", "shares",
+    )  # fmt: skip
+
+    def __init__(self, **tensors: Tensor | None) -> None:
+        self._tensors = tensors
+
+    def run(
+        self, kind: int, eps: float, products: Weights, outs: list[Tensor | None] | list[Tensor], totals: list[Any]
+    ) -> None:
+        own, biases = products[: len(outs)], products[len(outs) :]
+        floats = [None if b is None else b.detach().float() for b in biases]
+        normed, attended, inner = (self._tensors.get(name) for name in ("normed", "attended", "inner"))
+        assert normed is not None
+        sizes = [*normed.shape, *(0 if x is None else x.shape[1] for x in (inner, attended)), len(own)]
+        half = torch.tensor([*sizes, *(_address(self._tensors.get(name)) for name in self.PLACES)])
+        table = torch.tensor(
+            [
+                [_address(w), _address(b), _address(out), _address(total), 0 if w is None else len(w)]
+                for w, b, out, total in zip(own, floats, outs, totals, strict=True)
+            ]
+        )
+        cpu_kernels.library().rondel_layer_half(kind, half.data_ptr(), table.data_ptr(), eps, torch.get_num_threads())
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

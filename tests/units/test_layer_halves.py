@@ -1,0 +1,227 @@
+"""Halves of a layer: values and gradients against float32, bits that depend on nothing but the row, sums of gradients,
+and the passes that go through modules.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kits.engine import SIZE
+from rondel.core.events import Warned, subscribe
+from rondel.models import cpu_kernels, layer_halves, linear, native_library
+from rondel.models.attention import use_attention_layout
+from rondel.models.head import LMHead
+from rondel.models.layer_halves import modules_alone
+from rondel.models.linear import equal_blocks, outside_graph
+from rondel.models.load import load_model
+from rondel.models.main_grad import own_parameter
+from rondel.models.packed_layout import PackedLayout, PackedSegment
+from rondel.models.recompute import install_recompute
+
+bf16 = torch.bfloat16
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 9},
+    "qwen2": {"num_key_value_heads": 5},
+    "qwen3": {"head_dim": 32},
+}
+
+
+@pytest.fixture(autouse=True)
+def pairs(monkeypatch):
+    """A processor that multiplies bfloat16 in vectors; on another one the same sums are taken one after the other."""
+    if (library := native_library.native_library()) is None:
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setattr(cpu_kernels, "_loaded", library)
+    monkeypatch.setattr(linear, "has_bf16_vectors", lambda: True)
+
+
+def model(kind="llama", **config):
+    """Random weights in bfloat16, three times as large as they begin."""
+    config = SIZE | {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1} | FAMILIES[kind] | config
+    loaded = load_model({"random": kind, "seed": 3, **config}, dtype="bfloat16")
+    with torch.no_grad():
+        for i, p in enumerate(loaded.model.parameters()):
+            p.mul_(3) if p.dim() > 1 else p.add_(torch.linspace(-0.4, 0.4, len(p)).mul(1 - i % 3).to(bf16))
+    return loaded
+
+
+def in_float32(loaded):
+    exact = copy.deepcopy(loaded.model).float()
+    exact.get_input_embeddings().fp32_stream = False
+    return replace(loaded, model=exact, head=LMHead.from_model(exact))
+
+
+def hidden_of(loaded, tokens=23):
+    """A prompt and two answers behind it."""
+    answers = (tokens - tokens // 2) // 2
+    lengths = [tokens // 2, answers, tokens - tokens // 2 - answers]
+    starts = [sum(lengths[:i]) for i in range(3)]
+    segments = [PackedSegment(start, n, 0 if start else None) for start, n in zip(starts, lengths) if n]
+    positions = torch.cat([torch.arange(lengths[0]), *(lengths[0] + torch.arange(n) for n in lengths[1:])])
+    return loaded.hidden_states((torch.arange(tokens) * 7 + 3) % 50, positions, PackedLayout(segments))
+
+
+def gradients(loaded, tokens=23):
+    """Hidden states, and the gradients of all weights by name."""
+    hidden = hidden_of(loaded, tokens)
+    pull = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(5))
+    (hidden.float() * pull).sum().backward()
+    found = {name: p.grad.float() for name, p in loaded.model.named_parameters() if p.grad is not None}
+    loaded.model.zero_grad()
+    return {"hidden": hidden.detach().float(), **found}
+
+
+def halves_of(loaded):
+    return [layer.forward.func.__self__ for layer in loaded.model.model.layers]
+
+
+@pytest.mark.parametrize("tokens", [4, 23, 900])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_values_and_gradients_are_as_near_to_float32_as_those_of_modules(kind, tokens):
+    loaded = model(kind)
+    ours = gradients(loaded, tokens)
+    assert all(half._fits for half in halves_of(loaded))
+    with modules_alone():
+        theirs = gradients(loaded, tokens)
+    truth = gradients(in_float32(loaded), tokens)
+    assert ours.keys() == theirs.keys() == truth.keys() and len(ours) > 10
+    off, usual = (
+        {name: float((x - truth[name]).norm() / truth[name].norm()) for name, x in found.items()}
+        for found in (ours, theirs)
+    )
+    assert 0 < sum(off.values()) < 1.1 * sum(usual.values())
+    assert all(off[name] < 1.5 * usual[name] + 1e-3 for name in off), {n: (off[n], usual[n]) for n in off}
+
+
+def test_bits_do_not_depend_on_gradients_threads_or_company():
+    loaded, before = model("qwen3"), torch.get_num_threads()
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(gradients(loaded, 500))
+    torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(found[0][name], x) for name, x in other.items())
+    with torch.no_grad():
+        assert torch.equal(hidden_of(loaded, 500).float(), found[0]["hidden"])
+        layer = loaded.model.model.layers[0]
+        stream, attended = torch.randn(500, 80), torch.randn(500, 160).to(bf16)
+        whole = [*layer_halves._front(layer, stream)[:3], layer_halves._back(layer, attended, stream)]
+        for rows in (slice(0, 1), slice(17, 40), slice(130, 499)):
+            own = [
+                *layer_halves._front(layer, stream[rows])[:3],
+                layer_halves._back(layer, attended[rows], stream[rows]),
+            ]
+            assert all(torch.equal(a, b[rows]) for a, b in zip(own, whole, strict=True))
+
+
+def test_gradients_of_weights_are_added_to_the_optimizers_sums():
+    loaded = model()
+    hidden_of(loaded)  # the proof, which must add nothing
+    plain = [gradients(loaded, n) for n in (23, 40)]
+    masters = {name: p.detach().float() for name, p in loaded.model.named_parameters()}
+    for name, p in loaded.model.named_parameters():
+        own_parameter(p, masters[name])
+    for n in (23, 40):
+        gradients(loaded, n)
+    for name in (name for name in masters if "_proj" in name):
+        got, want = masters[name].grad, plain[0][name] + plain[1][name]
+        assert got is not None and got.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=0.01, atol=float(want.abs().max()) * 0.01)
+        assert float((got - got.to(bf16).float()).abs().max()) > 0, "never rounded"
+
+
+def test_frozen_weights_have_no_gradient():
+    loaded = model()
+    layer = loaded.model.model.layers[1]
+    for p in (layer.self_attn.k_proj.weight, layer.mlp.up_proj.weight, layer.input_layernorm.weight):
+        p.requires_grad_(False)
+    found = gradients(loaded)
+    with modules_alone():
+        assert found.keys() == gradients(loaded).keys()
+    loaded.model.requires_grad_(False)
+    assert not hidden_of(loaded).requires_grad
+
+
+def test_recomputed_layers_have_the_same_bits():
+    loaded = model()
+    kept = gradients(loaded)
+    install_recompute(loaded.model, "layers")
+    again = gradients(loaded)
+    assert all(torch.equal(kept[name], x) for name, x in again.items())
+
+
+def test_where_halves_differ_the_modules_stay(monkeypatch):
+    """A planted fault: gate and up in each other's place."""
+    loaded, told = model(), []
+    for half in halves_of(loaded):
+        half._fits = None
+    plain = layer_halves._weights_of
+
+    def swapped(layer):
+        front, back = plain(layer)
+        return front, [*back[:2], back[3], back[2], *back[4:]]
+
+    forget = subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+    monkeypatch.setattr(layer_halves, "_weights_of", swapped)
+    ours = hidden_of(loaded)
+    forget()
+    with modules_alone():
+        assert torch.equal(ours, hidden_of(loaded))
+    assert len(told) == len(halves_of(loaded)) and "layer 0" in told[0] and "slower" in told[0]
+
+
+@pytest.mark.parametrize("change", ["a hook", "another module", "another forward pass"])
+def test_layers_that_were_changed_go_through_their_modules(change):
+    loaded = model()
+    before = hidden_of(loaded).detach()
+    layer = loaded.model.model.layers[1]
+    if change == "a hook":
+        layer.mlp.up_proj.register_forward_hook(lambda module, args, out: out * 2)
+    elif change == "another module":
+        layer.self_attn.o_proj = torch.nn.Sequential(layer.self_attn.o_proj, torch.nn.Tanh())
+    elif change == "another forward pass":
+        layer.mlp.down_proj.forward = lambda x: x.new_zeros(*x.shape[:-1], 80)
+    ours = hidden_of(loaded).detach()
+    with modules_alone():
+        theirs = hidden_of(loaded).detach()
+    assert not torch.equal(ours, before)
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.05, atol=0.05)
+
+
+def test_passes_that_go_through_modules():
+    loaded = model()
+    half, stream = halves_of(loaded)[0], torch.zeros(1, 2, 80)
+    assert not half._may_fit(stream), "no layout is in force"
+    with use_attention_layout(PackedLayout([PackedSegment(0, 2)])):
+        assert half._may_fit(stream)
+        assert not half._may_fit(stream.to(bf16)) and not half._may_fit(stream.to("meta"))
+        with equal_blocks(bf16):
+            assert not half._may_fit(stream), "ranks, whose bits are compared with these, have oneDNN's"
+        with outside_graph():
+            assert not half._may_fit(stream)
+        with modules_alone():
+            assert not half._may_fit(stream)
+
+
+def test_a_copy_of_a_model_computes_with_its_own_weights():
+    loaded = model()
+    again = replace(loaded, model=copy.deepcopy(loaded.model))
+    assert torch.equal(hidden_of(again), hidden_of(loaded))
+    with torch.no_grad():
+        for p in again.model.parameters():
+            p.mul_(0.5)
+    assert not torch.equal(hidden_of(again), hidden_of(loaded))
+    assert halves_of(again)[0]._layer is again.model.model.layers[0]
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe", "lfm2"])
+def test_other_families_keep_their_forward(kind):
+    loaded = load_model({"random": kind, "seed": 3, **SIZE}, dtype="bfloat16")
+    for module in loaded.model.modules():
+        assert "LayerHalves" not in repr(module.__dict__.get("forward"))
