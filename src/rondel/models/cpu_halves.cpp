@@ -4,7 +4,7 @@
 // them into a panel of its own (cpu_pairs.h) and multiplies it with some hundred rows. Gradients of weights are added to
 // fp32 sums where they are computed, never rounded. layer_halves.py calls this; it rounds where the modules do.
 
-#include "cpu_pairs.h"
+#include "cpu_panels.h"
 
 namespace {
 
@@ -20,63 +20,6 @@ struct Product {  // addresses; 0 for what is not there
     int64_t width;
 };
 
-// -- panels ----------------------------------------------------------------------------------------------
-
-// sixteen outputs of a weight, [outputs, in] -> `half` of a panel
-inline void put_outputs(const bf16 *weight, int64_t in, int64_t count, bf16 *panel) {
-    int64_t k = 0;
-#ifdef __AVX512BF16__
-    for (; count == HALF && k + 2 * HALF <= in; k += 2 * HALF) {
-        __m512i a[HALF], b[HALF];
-        for (int i = 0; i < HALF; i++) a[i] = _mm512_loadu_si512(weight + i * in + k);
-        for (int i = 0; i < HALF; i += 2)
-            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-        for (int i = 0; i < HALF; i += 4)
-            for (int j = 0; j < 2; j++) {
-                a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
-                a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
-            }
-        for (int i = 0; i < 4; i++) {  // a[4 q + i]: pairs i, 4 + i, 8 + i, 12 + i of four outputs
-            __m512i low = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88), high = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd);
-            __m512i next = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88), last = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
-            bf16 *to = panel + (k / 2 + i) * 2 * WIDTH;
-            _mm512_storeu_si512(to, _mm512_shuffle_i32x4(low, next, 0x88));
-            _mm512_storeu_si512(to + 8 * WIDTH, _mm512_shuffle_i32x4(high, last, 0x88));
-            _mm512_storeu_si512(to + 16 * WIDTH, _mm512_shuffle_i32x4(low, next, 0xdd));
-            _mm512_storeu_si512(to + 24 * WIDTH, _mm512_shuffle_i32x4(high, last, 0xdd));
-        }
-    }
-#endif
-    for (; k < in; k += 2)
-        for (int64_t i = 0; i < HALF; i++) {
-            bf16 *to = panel + k * WIDTH + 2 * i;
-            if (i < count) memcpy(to, weight + i * in + k, 4);
-            else memset(to, 0, 4);
-        }
-}
-
-// `count` numbers of each of `rows` rows that are `step` apart -> a panel whose pairs are two rows, the last one with 0s
-inline void put_rows(const bf16 *from, int64_t step, int64_t rows, int64_t count, bf16 *panel) {
-    for (int64_t t = 0; t < rows; t += 2, panel += 2 * WIDTH) {
-        const bf16 *first = from + t * step, *second = first + step;
-        bool both = t + 1 < rows;
-#ifdef __AVX512BF16__
-        __mmask32 some = count >= WIDTH ? ~0u : (1u << count) - 1;
-        __m512i a = _mm512_maskz_loadu_epi16(some, first), b = _mm512_maskz_loadu_epi16(both ? some : 0, both ? second : first);
-        __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);  // by quarters of a register
-        __m512i even = _mm512_permutex2var_epi64(low, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high);
-        __m512i odd = _mm512_permutex2var_epi64(low, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), high);
-        _mm512_storeu_si512(panel, even);
-        _mm512_storeu_si512(panel + WIDTH, odd);
-#else
-        for (int64_t i = 0; i < WIDTH; i++) {
-            panel[2 * i] = i < count ? first[i] : bf16{0};
-            panel[2 * i + 1] = i < count && both ? second[i] : bf16{0};
-        }
-#endif
-    }
-}
-
 // -- products --------------------------------------------------------------------------------------------
 
 inline int64_t blocks_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
@@ -86,8 +29,7 @@ inline int64_t blocks_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_RO
 template <class Put, class Use>
 inline void multiply(const bf16 *x, int64_t rows, int64_t in, int64_t count, std::vector<bf16> &room, const Put &put, const Use &use) {
     int64_t blocks = blocks_of(rows);
-    room.resize(in * WIDTH + 2 * WIDTH);
-    bf16 *panel = (bf16 *)(((uintptr_t)room.data() + 63) / 64 * 64);
+    bf16 *panel = aligned_room(room, in * WIDTH);
 #pragma omp for schedule(dynamic) nowait
     for (int64_t job = 0; job < blocks * count; job++) {
         int64_t p = job % count, first = job / count * rows / blocks, end = (job / count + 1) * rows / blocks;
@@ -102,40 +44,19 @@ inline void multiply(const bf16 *x, int64_t rows, int64_t in, int64_t count, std
     }
 }
 
-inline int64_t tiles_of(int64_t width) { return (width + PAIR_TILE - 1) / PAIR_TILE; }
-
 // grad [rows, step], of which `width` columns -> [tiles, pairs of rows, PAIR_TILE, 2], filled up with zeros
 inline void put_gradient(const bf16 *grad, int64_t step, int64_t rows, int64_t width, bf16 *to) {
-    int64_t pairs = (rows + 1) / 2, tiles = tiles_of(width);
+    int64_t pairs = (rows + 1) / 2;
     constexpr int64_t SOME = 16;  // pairs: their rows stay near while all tiles take their share
 #pragma omp for schedule(static)
-    for (int64_t from = 0; from < pairs; from += SOME)
-        for (int64_t tile = 0; tile < tiles; tile++)
-            for (int64_t k = from; k < std::min(pairs, from + SOME); k++) {
-                const bf16 *first = grad + 2 * k * step + tile * PAIR_TILE, *second = first + step;
-                bf16 *own = to + (tile * pairs + k) * 2 * PAIR_TILE;
-                int64_t count = std::min(PAIR_TILE, width - tile * PAIR_TILE);
-                bool both = 2 * k + 1 < rows;
-#ifdef __AVX512BF16__
-                __mmask16 some = (1u << count) - 1;
-                __m256i a = _mm256_maskz_loadu_epi16(some, first);
-                __m256i b = _mm256_maskz_loadu_epi16(both ? some : 0, both ? second : first);
-                __m512i low = _mm512_cvtepu16_epi32(a), high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16);
-                _mm512_mask_storeu_epi32(own, 0x0fff, _mm512_or_si512(low, high));
-#else
-                for (int64_t i = 0; i < PAIR_TILE; i++) {
-                    own[2 * i] = i < count ? first[i] : bf16{0};
-                    own[2 * i + 1] = i < count && both ? second[i] : bf16{0};
-                }
-#endif
-            }
+    for (int64_t from = 0; from < pairs; from += SOME) put_tiles(grad, step, rows, width, from, std::min(pairs, from + SOME), to);
 }
 
 // total [width, in] += gradᵀ x, for a gradient from `put_gradient` and x [rows, in]; ends without waiting
-inline void add_weight_gradient(const bf16 *grad, const bf16 *x, int64_t rows, int64_t width, int64_t in, float *total, std::vector<bf16> &room) {
+inline void add_weight_gradient(const bf16 *grad, const bf16 *x, int64_t rows, int64_t width, int64_t in, float *total,
+                                std::vector<bf16> &room) {
     int64_t pairs = (rows + 1) / 2, tiles = tiles_of(width), chunks = (tiles + CHUNK - 1) / CHUNK, count = panels_of(in);
-    room.resize(pairs * 2 * WIDTH + 2 * WIDTH);
-    bf16 *panel = (bf16 *)(((uintptr_t)room.data() + 63) / 64 * 64);
+    bf16 *panel = aligned_room(room, pairs * 2 * WIDTH);
 #pragma omp for schedule(dynamic) nowait
     for (int64_t job = 0; job < chunks * count; job++) {
         int64_t p = job % count, columns = std::min(WIDTH, in - p * WIDTH), chunk = job / count;

@@ -22,6 +22,7 @@ from rondel.models.dense_attention import ScoreRule, is_short, sdpa
 from rondel.models.key_choice import IndexedTokens, choose_in_pack, is_chosen
 from rondel.models.processor import HALVES, is_widened
 from rondel.models.recurrent.layout import SegmentStates
+from rondel.models.tree_loops import TreeTable, attend_tree, takes_tree
 from rondel.system.kernel_choice import KernelChoice, choose_kernel
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class PackedLayout:
 
     Tokens are gathered into all calls' padded grids at once, head by head, and
     collected at once. Padding exists only in between: padded queries are thrown away, padded keys are masked.
-    On a GPU the kernels of models/tree_attention.py read the row as it is, where they can (`choose_kernel`).
+    On a GPU the kernels of models/tree_attention.py read the row as it is, where they can (`choose_kernel`), on some CPUs
+    the loops of models/tree_loops.py.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class PackedLayout:
         self.rows = sum(segments[i].length for i in self._own)
         self.segments = segments
         self._is_tree = any(s.parent is not None or not s.causal for s in segments)
+        self._is_plain = self.rows == self.total and all(s.causal for s in segments)
         self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
 
     @cached_property
@@ -90,6 +93,10 @@ class PackedLayout:
         from rondel.models.tree_attention import SegmentTree  # imports Triton
 
         return SegmentTree.from_segments(self.segments, self.device)
+
+    @cached_property
+    def table(self) -> TreeTable:
+        return TreeTable(self.segments)
 
     @cached_property
     def states(self) -> SegmentStates:
@@ -118,6 +125,8 @@ class PackedLayout:
             from rondel.models.tree_attention import tree_attention
 
             return tree_attention(q, k, v, self.tree, rule)
+        if self._is_plain and takes_tree(q, k, v, rule):
+            return attend_tree(q, k, v, self.table, rule)
         heads, shared, size = q.shape[1], k.shape[1], v.shape[2]
         queries, keys, values = self._query_rows(heads)(q), self._context_rows(shared)(k), self._context_rows(shared)(v)
         parts, a, b = [], 0, 0

@@ -1,0 +1,101 @@
+"""Attention of packed training in loops for CPUs that multiply bfloat16 in vectors (cpu_tree.cpp): no mask, no padding, no
+copy of a shared prompt, and no scores that wait for the backward pass.
+
+    o_i = sum_j p_ij v_j,   p_ij = exp(scale q_i k_j - lse_i)      over the j that i sees, p rounded to bfloat16
+    ds_ij = scale p_ij (do_i v_j - sum_j p_ij do_i v_j),           dq = ds K,  dk = dsᵀ Q,  dv = pᵀ do, summed in fp32
+
+Scores are in fp32, as those of a decode step. Gradients of keys that several answers share are added in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rondel.models import cpu_kernels
+from rondel.models.linear import has_pairs, is_compared, is_tracing
+
+if TYPE_CHECKING:
+    from rondel.models.dense_attention import ScoreRule
+    from rondel.models.packed_layout import PackedSegment
+
+UNIT, WIDEST = 32, 256  # numbers of a head
+
+
+def takes_tree(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> bool:
+    """Whether `attend_tree` computes it, for segments that see themselves causally."""
+    others = (rule.softcap, rule.chunk, rule.sinks, rule.slopes, rule.chosen, rule.images)
+    return (
+        all(other is None for other in others)
+        and q.dtype == k.dtype == v.dtype == torch.bfloat16
+        and q.shape[2] == k.shape[2] == v.shape[2] <= WIDEST
+        and not q.shape[2] % UNIT
+        and len(q) > 0
+        and has_pairs()
+        and not (is_compared() or is_tracing())
+        and cpu_kernels.has_kernels(q, k, v)
+    )
+
+
+class TreeTable:
+    """Who sees whom, as the loops read it."""
+
+    def __init__(self, segments: Sequence[PackedSegment]) -> None:
+        above: list[list[int]] = []
+        roots: list[int] = []
+        rows, places, families = [], list[int](), dict[int, list[int]]()
+        for i, segment in enumerate(segments):
+            up = segment.parent
+            above.append([] if up is None else [*above[up], *_places_of(segments[up])])
+            roots.append(i if up is None else roots[up])
+            rows.append((segment.start, segment.length, len(above[i]), len(places)))
+            places += above[i]
+            families.setdefault(roots[i], []).append(i)
+        order = sorted(families.values(), key=lambda own: -sum(rows[i][1] * (rows[i][1] + rows[i][2]) for i in own))
+        self.segments = torch.tensor(rows, dtype=torch.int64)
+        self.above = torch.tensor(places, dtype=torch.int64)
+        self.members = torch.tensor([i for own in order for i in own], dtype=torch.int64)
+        self.first = torch.tensor([0, *(len(own) for own in order)]).cumsum(0)
+
+    def run(self, q: Tensor, k: Tensor, rule: ScoreRule, *tensors: Tensor, backward: bool) -> None:
+        (_, heads, size), shared = q.shape, k.shape[1]
+        sizes = [heads, shared, size, rule.window or 0, len(self.first) - 1]
+        read = (self.segments, self.above, self.members, self.first, q, k, *tensors)
+        tree = torch.tensor([*sizes, *(x.data_ptr() for x in read)])
+        cpu_kernels.library().rondel_tree(int(backward), tree.data_ptr(), rule.scale, torch.get_num_threads())
+
+
+def _places_of(segment: PackedSegment) -> range:
+    return range(segment.start, segment.start + segment.length)
+
+
+def attend_tree(q: Tensor, k: Tensor, v: Tensor, table: TreeTable, rule: ScoreRule) -> Tensor:
+    """q [T,H,D], k and v [T,K,D] -> [T,H,D], after `takes_tree`."""
+    out: Tensor = TreeAttention.apply(q, k, v, table, rule)
+    return out
+
+
+class TreeAttention(torch.autograd.Function):
+    """Kept: q, k, v, the output and the logarithm of each row's sum."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, table: TreeTable, rule: ScoreRule) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, log_sums = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
+        table.run(q, k, rule, v, out, log_sums, backward=False)
+        ctx.save_for_backward(q, k, v, log_sums)
+        ctx.table, ctx.rule = table, rule
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Any:
+        q, k, v, log_sums = ctx.saved_tensors
+        grad, dq = grad.contiguous(), torch.empty_like(q)
+        dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
+        ctx.table.run(q, k, ctx.rule, v, dq, log_sums, grad, dq, dk, dv, backward=True)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
