@@ -22,7 +22,7 @@ from rondel.models import cpu_kernels, native_library
 from rondel.models.cpu_kernels import attend_masked, takes_mask
 from rondel.models.dense_attention import ScoreRule, dense_attention
 from rondel.models.head import LMHead
-from rondel.models.layer_halves import modules_alone
+from rondel.models.linear import modules_alone
 from rondel.models.load import load_model
 from rondel.models.native_library import SIGNATURES
 from rondel.models.packed_layout import PackedLayout, PackedSegment

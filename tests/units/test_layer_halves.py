@@ -15,8 +15,7 @@ from rondel.core.events import Warned, subscribe
 from rondel.models import cpu_kernels, layer_halves, linear, native_library
 from rondel.models.attention import use_attention_layout
 from rondel.models.head import LMHead
-from rondel.models.layer_halves import modules_alone
-from rondel.models.linear import equal_blocks, outside_graph
+from rondel.models.linear import equal_blocks, modules_alone, outside_graph
 from rondel.models.load import load_model
 from rondel.models.main_grad import own_parameter
 from rondel.models.packed_layout import PackedLayout, PackedSegment

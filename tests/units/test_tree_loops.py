@@ -7,9 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rondel.models import cpu_kernels, linear, native_library, packed_layout
+from rondel.models import cpu_kernels, native_library, packed_layout
 from rondel.models.dense_attention import ScoreRule
-from rondel.models.linear import equal_blocks
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.tree_loops import takes_tree
 
@@ -28,7 +27,7 @@ def pairs(monkeypatch):
     if (library := native_library.native_library()) is None:
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(cpu_kernels, "_loaded", library)
-    monkeypatch.setattr(linear, "has_bf16_vectors", lambda: True)
+    monkeypatch.setattr(packed_layout, "has_bf16_vectors", lambda: True)
 
 
 def layout_of(lengths):
@@ -79,7 +78,7 @@ def test_bits_depend_on_what_a_token_sees_alone():
         assert torch.equal(own.float(), found[0][0][alone]), "an answer without its siblings"
 
 
-def test_who_takes_them():
+def test_who_takes_them(monkeypatch):
     layout = layout_of([(8, None), (3, 0)])
     q, k, v, _ = numbers(layout, 4, 2, 64)
     plain = ScoreRule(0.125)
@@ -89,16 +88,10 @@ def test_who_takes_them():
     assert not takes_tree(q, k, v[..., :32], plain)
     for changed in ({"softcap": 30.0}, {"chunk": 4}, {"sinks": torch.zeros(4)}, {"images": torch.zeros(11)}):
         assert not takes_tree(q, k, v, ScoreRule(0.125, **changed))
-    with equal_blocks(bf16):
-        assert not takes_tree(q, k, v, plain)
     called = []
     whole = PackedLayout([PackedSegment(0, 8, causal=False), PackedSegment(8, 3, 0)])
     some = PackedLayout(layout.segments, own=[1])
+    monkeypatch.setattr(packed_layout, "attend_tree", lambda *args: called.append(args))
     for other, rows in ((whole, slice(None)), (some, slice(8, None))):
-        monkeypatched = packed_layout.attend_tree
-        packed_layout.attend_tree = lambda *args: called.append(args)
-        try:
-            other.attend(0, q[rows], k, v, plain)
-        finally:
-            packed_layout.attend_tree = monkeypatched
+        other.attend(0, q[rows], k, v, plain)
     assert not called, "segments that see themselves whole, and queries of some segments"

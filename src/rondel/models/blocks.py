@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+# dense layers of one form: norm, q k v, rotary, attention, product, sum, norm, gated MLP, sum
+LIKE_LLAMA = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+
 
 def model_blocks(model: Any) -> list[nn.Module]:
     """The layers: blocks that transformers never splits over devices."""

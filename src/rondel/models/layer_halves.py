@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +26,11 @@ from torch.autograd.function import once_differentiable
 from rondel.core.events import Warned, emit
 from rondel.models import cpu_kernels
 from rondel.models.attention import attention_layout
+from rondel.models.blocks import LIKE_LLAMA
 from rondel.models.fp32_sums import narrow_norm
-from rondel.models.linear import has_pairs, is_compared, is_installed, is_tracing
+from rondel.models.linear import has_pairs, is_alone, is_compared, is_installed, is_tracing, modules_alone
 from rondel.models.main_grad import main_grad
 
-KINDS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 FRONT, FRONT_BACKWARD, BACK, BACK_BACKWARD = range(4)  # as in cpu_halves.cpp
 UNIT = 16  # of which all sizes are multiples
 TILE = 12  # outputs of a weight's gradient that are computed together, as in cpu_pairs.h
@@ -40,23 +38,11 @@ NORM_ROWS = 64  # of a norm whose share of the weight's gradient is summed one a
 ROWS = 8  # that are computed both ways
 TOLERANCE = 0.05  # of the norm of what a half gives and of each gradient: ten times what bfloat16 rounds away
 
-_modules = threading.local()
-
-
-@contextmanager
-def modules_alone() -> Iterator[None]:
-    """Inside, every layer is computed by its modules."""
-    outer, _modules.alone = getattr(_modules, "alone", False), True
-    try:
-        yield
-    finally:
-        _modules.alone = outer
-
 
 def install_layer_halves(layers: list[Any]) -> None:
-    """Layers of KINDS compute in halves from now on, wherever that is possible and the faster way."""
+    """Layers written like llama's compute in halves from now on, wherever that is possible and the faster way."""
     for layer in layers:
-        if type(layer).__name__ in KINDS and "forward" not in layer.__dict__ and _is_plain(layer):
+        if type(layer).__name__ in LIKE_LLAMA and "forward" not in layer.__dict__ and _is_plain(layer):
             own = functools.partial(LayerHalves(layer).forward, layer.forward)
             setattr(layer, "forward", own)  # noqa: B010
 
@@ -93,7 +79,7 @@ class LayerHalves:
             and hidden.dim() == 3
             and len(hidden) == 1
             and hidden.shape[1] > 0
-            and not getattr(_modules, "alone", False)
+            and not is_alone()
             and attention_layout() is not None
             and has_pairs()
             and not (is_compared() or is_tracing())
@@ -208,7 +194,7 @@ def _has_hooks(module: Any) -> bool:
 
 # -- halves ---------------------------------------------------------------------------------------------
 
-Weights = list[nn.Parameter | None]
+Weights = list[Any]  # parameters, or None for a bias that is not there
 
 
 def _weights_of(layer: Any) -> tuple[Weights, Weights]:
@@ -265,7 +251,7 @@ def _back_forward(eps: float, attended: Tensor, stream: Tensor, weights: Weights
         stream=stream, norm=norm, normed=_room(rows, width), attended=attended, middle=middle, inner=_room(rows, inner),
         out=out,
     )  # fmt: skip
-    half.run(BACK, eps, products, [None, *(kept or [None, None]), None], [None] * 4)
+    half.run(BACK, eps, products, [None, *kept, None] if keep else [None] * 4, [None] * 4)
     return [out, middle, *kept]
 
 
@@ -375,9 +361,7 @@ class _Half:
     def __init__(self, **tensors: Tensor | None) -> None:
         self._tensors = tensors
 
-    def run(
-        self, kind: int, eps: float, products: Weights, outs: list[Tensor | None] | list[Tensor], totals: list[Any]
-    ) -> None:
+    def run(self, kind: int, eps: float, products: Weights, outs: Sequence[Tensor | None], totals: list[Any]) -> None:
         own, biases = products[: len(outs)], products[len(outs) :]
         floats = [None if b is None else b.detach().float() for b in biases]
         normed, attended, inner = (self._tensors.get(name) for name in ("normed", "attended", "inner"))

@@ -234,6 +234,21 @@ def is_compared() -> bool:
 
 
 @contextmanager
+def modules_alone() -> Iterator[None]:
+    """Inside, every layer is computed by its modules, and none in halves (models/layer_halves.py)."""
+    outer, _company.alone = is_alone(), True
+    try:
+        yield
+    finally:
+        _company.alone = outer
+
+
+def is_alone() -> bool:
+    """Whether this is inside `modules_alone`."""
+    return getattr(_company, "alone", False)
+
+
+@contextmanager
 def without_packing() -> Iterator[None]:
     """Inside, nothing is packed that is not: for one short pass over weights that no other pass reads packed."""
     outer, _company.packs = getattr(_company, "packs", True), False

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 from rondel.core.events import Warned, emit
 from rondel.models import cpu_kernels
-from rondel.models.blocks import decoder_blocks
+from rondel.models.blocks import LIKE_LLAMA, decoder_blocks
 from rondel.models.cache_pools import LayerPools
 from rondel.models.dense_attention import ScoreRule
-from rondel.models.layer_halves import KINDS, modules_alone
-from rondel.models.linear import has_pairs, has_spare_memory
+from rondel.models.linear import has_pairs, has_spare_memory, modules_alone
 from rondel.models.main_grad import Stamp, stamp_of
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 
@@ -318,7 +317,7 @@ def _may_fit(loaded: LoadedModel) -> bool:
 
 def _is_plain(layer: Any) -> bool:
     """Whether a layer is written like llama's, of weights that lie as they are."""
-    if type(layer).__name__ not in KINDS:
+    if type(layer).__name__ not in LIKE_LLAMA:
         return False
     attention, mlp = layer.self_attn, layer.mlp
     products = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rondel.models.compressed_entries import CompressedEntries, WindowEnds
-from rondel.models.cpu_kernels import attend_masked, takes_mask
+from rondel.models.cpu_kernels import attend_masked, has_kernels, library, takes_mask
 from rondel.models.dense_attention import ScoreRule, is_short, sdpa
 from rondel.models.key_choice import IndexedTokens, choose_in_pack, is_chosen
-from rondel.models.processor import HALVES, is_widened
+from rondel.models.processor import HALVES, has_bf16_vectors, is_widened
 from rondel.models.recurrent.layout import SegmentStates
 from rondel.models.tree_loops import TreeTable, attend_tree, takes_tree
 from rondel.system.kernel_choice import KernelChoice, choose_kernel
@@ -125,8 +125,9 @@ class PackedLayout:
             from rondel.models.tree_attention import tree_attention
 
             return tree_attention(q, k, v, self.tree, rule)
-        if self._is_plain and takes_tree(q, k, v, rule):
-            return attend_tree(q, k, v, self.table, rule)
+        in_pairs = self._is_plain and q.dtype == torch.bfloat16 and has_bf16_vectors()
+        if in_pairs and takes_tree(q, k, v, rule) and has_kernels(q, k, v):
+            return attend_tree(q, k, v, self.table, rule, library())
         heads, shared, size = q.shape[1], k.shape[1], v.shape[2]
         queries, keys, values = self._query_rows(heads)(q), self._context_rows(shared)(k), self._context_rows(shared)(v)
         parts, a, b = [], 0, 0

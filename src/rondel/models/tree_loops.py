@@ -16,18 +16,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rondel.models import cpu_kernels
-from rondel.models.linear import has_pairs, is_compared, is_tracing
-
 if TYPE_CHECKING:
     from rondel.models.dense_attention import ScoreRule
-    from rondel.models.packed_layout import PackedSegment
+    from rondel.models.tree_attention import TreeSegment
 
 UNIT, WIDEST = 32, 256  # numbers of a head
 
 
 def takes_tree(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> bool:
-    """Whether `attend_tree` computes it, for segments that see themselves causally."""
+    """Whether `attend_tree` computes it, for segments that see themselves causally, where the kernels of
+    models/cpu_kernels.py compute at all.
+    """
     others = (rule.softcap, rule.chunk, rule.sinks, rule.slopes, rule.chosen, rule.images)
     return (
         all(other is None for other in others)
@@ -35,16 +34,13 @@ def takes_tree(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> bool:
         and q.shape[2] == k.shape[2] == v.shape[2] <= WIDEST
         and not q.shape[2] % UNIT
         and len(q) > 0
-        and has_pairs()
-        and not (is_compared() or is_tracing())
-        and cpu_kernels.has_kernels(q, k, v)
     )
 
 
 class TreeTable:
     """Who sees whom, as the loops read it."""
 
-    def __init__(self, segments: Sequence[PackedSegment]) -> None:
+    def __init__(self, segments: Sequence[TreeSegment]) -> None:
         above: list[list[int]] = []
         roots: list[int] = []
         rows, places, families = [], list[int](), dict[int, list[int]]()
@@ -61,21 +57,21 @@ class TreeTable:
         self.members = torch.tensor([i for own in order for i in own], dtype=torch.int64)
         self.first = torch.tensor([0, *(len(own) for own in order)]).cumsum(0)
 
-    def run(self, q: Tensor, k: Tensor, rule: ScoreRule, *tensors: Tensor, backward: bool) -> None:
+    def run(self, kernels: Any, q: Tensor, k: Tensor, rule: ScoreRule, *tensors: Tensor, backward: bool) -> None:
         (_, heads, size), shared = q.shape, k.shape[1]
         sizes = [heads, shared, size, rule.window or 0, len(self.first) - 1]
         read = (self.segments, self.above, self.members, self.first, q, k, *tensors)
         tree = torch.tensor([*sizes, *(x.data_ptr() for x in read)])
-        cpu_kernels.library().rondel_tree(int(backward), tree.data_ptr(), rule.scale, torch.get_num_threads())
+        kernels.rondel_tree(int(backward), tree.data_ptr(), rule.scale, torch.get_num_threads())
 
 
-def _places_of(segment: PackedSegment) -> range:
+def _places_of(segment: TreeSegment) -> range:
     return range(segment.start, segment.start + segment.length)
 
 
-def attend_tree(q: Tensor, k: Tensor, v: Tensor, table: TreeTable, rule: ScoreRule) -> Tensor:
-    """q [T,H,D], k and v [T,K,D] -> [T,H,D], after `takes_tree`."""
-    out: Tensor = TreeAttention.apply(q, k, v, table, rule)
+def attend_tree(q: Tensor, k: Tensor, v: Tensor, table: TreeTable, rule: ScoreRule, kernels: Any) -> Tensor:
+    """q [T,H,D], k and v [T,K,D] -> [T,H,D], after `takes_tree`. `kernels`: the library of models/native_library.py."""
+    out: Tensor = TreeAttention.apply(q, k, v, table, rule, kernels)
     return out
 
 
@@ -83,12 +79,12 @@ class TreeAttention(torch.autograd.Function):
     """Kept: q, k, v, the output and the logarithm of each row's sum."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, table: TreeTable, rule: ScoreRule) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, table: TreeTable, rule: ScoreRule, kernels: Any) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, log_sums = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
-        table.run(q, k, rule, v, out, log_sums, backward=False)
+        table.run(kernels, q, k, rule, v, out, log_sums, backward=False)
         ctx.save_for_backward(q, k, v, log_sums)
-        ctx.table, ctx.rule = table, rule
+        ctx.table, ctx.rule, ctx.kernels = table, rule, kernels
         return out
 
     @staticmethod
@@ -97,5 +93,5 @@ class TreeAttention(torch.autograd.Function):
         q, k, v, log_sums = ctx.saved_tensors
         grad, dq = grad.contiguous(), torch.empty_like(q)
         dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
-        ctx.table.run(q, k, ctx.rule, v, dq, log_sums, grad, dq, dk, dv, backward=True)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
+        ctx.table.run(ctx.kernels, q, k, ctx.rule, v, dq, log_sums, grad, dq, dk, dv, backward=True)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
