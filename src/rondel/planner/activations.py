@@ -42,6 +42,17 @@ def written_out_bytes(
     return int(shape.layers * layer + bytes_each * (normed_heads_size(shape) + feed_forward_size(shape))) + more
 
 
+def halves_bytes(shape: ModelShape) -> int:
+    """The same of layers in halves (models/layer_halves.py): the stream before and behind attention in fp32; of queries,
+    keys and values those that attend, before their norms too where they have any; what they attend to; gate and up. Of
+    the whole model the last norm's input and the angles of positions.
+    """
+    q_size, kv_size = shape.heads * shape.head, shape.kv_heads * shape.head
+    layer = 2 * 4 * shape.hidden + 2 * (2 * q_size + 2 * kv_size + 2 * shape.intermediate) + 4 * shape.heads
+    ends = 4 * shape.hidden + 2 * 4 * shape.head
+    return int(shape.layers * layer + 2 * normed_heads_size(shape) + ends)
+
+
 def megatron_bytes(shape: ModelShape, bytes_each: float = 2) -> int:
     """What Megatron-Core's layers (models/megatron) keep beyond that, bytes a token: of each norm its input over its
     root mean square, in fp32; of each gate and up the joined product, and up once more, copied by Megatron's

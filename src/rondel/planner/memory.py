@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from rondel.planner.activations import activation_bytes, kept_bytes, written_out_bytes
+from rondel.planner.activations import activation_bytes, halves_bytes, kept_bytes, written_out_bytes
 from rondel.planner.hardware import GB, Hardware
 from rondel.planner.resolve import (
     BUCKET,
@@ -349,6 +349,8 @@ def compiled_bytes(setting: Workload) -> float:
     have, two in the time of a token, and of a forward and a backward pass for each micro-batch.
     """
     passes = setting.packed_tokens / micro_batch_tokens(setting)
+    if setting.in_halves:  # the head's gradients alone
+        return PROGRAM * min(PROGRAMS, 4 * passes)
     return PROGRAM * min(PROGRAMS, 5 * min(setting.running, setting.samples, 2 * setting.output) + 15 * passes)
 
 
@@ -361,12 +363,16 @@ def micro_batch_tokens(setting: Workload) -> float:
 def layer_bytes(setting: Workload, tokens: float) -> float:
     """Activations of a token that a backward pass needs, in bytes."""
     s, long = setting.shape, setting.prompt + setting.mean
+    if setting.in_halves:
+        return halves_bytes(s)
     written = [setting.new_tokens * long * (setting.mean < SHORT)]
     written.append(setting.prompts * setting.prompt**2 * (setting.prompt < SHORT))
     keys = sum(written) / setting.packed_tokens  # whose scores a token keeps
     if setting.hardware.on_gpu or tokens * s.heads * keys > DENSE * max(1.0, tokens / long):
         return activation_bytes(s, setting.width, megatron=setting.megatron)
     spread = (setting.samples * long + setting.prompts * setting.prompt) / setting.packed_tokens
+    if setting.pairs and not s.head % 32:  # as they lie, and one number in the place of a head's scores
+        keys, spread = 1.0, 1.0
     return written_out_bytes(s, setting.width, keys, spread, widened=setting.widened, megatron=setting.megatron)
 
 

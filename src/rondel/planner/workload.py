@@ -40,6 +40,9 @@ class OtherPolicy:
     on_base: bool = False
 
 
+HALVED = ("llama", "mistral", "qwen2", "qwen3")  # as models/blocks.py: LIKE_LLAMA
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """`Workload(shape("70b"), hardware("h100"), gpus=64)`.
@@ -55,6 +58,7 @@ class Workload:
     others    models beside the policy: reference, reward model, teacher, critic, by name
     width     bytes of a weight that computes; packed_width: of a copy for products (models/linear.py)
     widened   products are computed in fp32 and rounded: a CPU without those of 16 bits. Copies for oneDNN are in fp32
+    pairs     weights of 16 bits on a CPU that multiplies them in pairs (models/layer_halves.py, models/tree_loops.py)
               then, panels of bfloat16 on a CPU with AVX2 alone are not
     policies  those beside the main one, each with an engine and a trainer of its own
     rank      of an adapter, 0 for none;  four_bits: its base lies as NF4, and is decoded layer by layer for every pass
@@ -93,6 +97,7 @@ class Workload:
     width: int = 2
     packed_width: int = 2
     widened: bool = False
+    pairs: bool = False
     rank: int = 0
     four_bits: bool = False
     sent_bits: float = 0.0
@@ -174,6 +179,11 @@ class Workload:
     @property
     def new_tokens(self) -> float:
         return self.samples * self.mean
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether layers are computed in halves, and not by oneDNN."""
+        return self.pairs and not (self.rank or self.megatron or self.train_devices > 1) and self.shape.family in HALVED
 
     @property
     def packed_tokens(self) -> float:
@@ -295,6 +305,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         width=width,
         packed_width=4 if widened and (half or not _has_avx2_alone()) else width,
         widened=widened,
+        pairs=width == 2 and on_cpu and not widened and _has_pairs(),
         rank=adapter.rank if adapter.kind != "off" else 0,
         four_bits=adapter.kind == "qlora",
         sent_bits=FORMAT_BITS.get(job.model.engine_format, 0.0),
@@ -355,6 +366,11 @@ def planned_micro(job: Job, where: Hardware, model: ModelShape, group: int) -> i
 def _has_bf16() -> bool:
     """As `models.load.pick_dtype` asks torch."""
     return bool(_cpu_flags() & {"avx512_bf16", "amx_bf16"})
+
+
+def _has_pairs() -> bool:
+    """As models/linear.py asks torch."""
+    return "avx512_bf16" in _cpu_flags() and "amx_tile" not in _cpu_flags()
 
 
 def _has_avx2_alone() -> bool:
