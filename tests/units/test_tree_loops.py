@@ -10,6 +10,7 @@ import torch
 from rondel.models import cpu_kernels, native_library, packed_layout
 from rondel.models.dense_attention import ScoreRule
 from rondel.models.packed_layout import PackedLayout, PackedSegment
+from rondel.models.processor import is_widened
 from rondel.models.tree_loops import takes_tree
 
 bf16 = torch.bfloat16
@@ -57,7 +58,7 @@ def test_values_and_gradients_are_near_to_float32(tree, heads, shared, size, win
     theirs, truth = attend(layout, *given, rule), attend(layout, *given, rule, dtype=torch.float32)
     for own, their, true in zip(ours, theirs, truth, strict=True):
         off, usual = (float((x - true).norm()) for x in (own, their))
-        assert off <= 1.3 * usual + 1e-6, (off, usual)
+        assert is_widened(bf16) or off <= 1.3 * usual + 1e-6, (off, usual)  # torch attends in float32 there
         assert off <= 6e-3 * float(true.norm()) + 1e-6
         torch.testing.assert_close(own, true, rtol=0.02, atol=0.02 * float(true.abs().max()))
 
