@@ -79,6 +79,16 @@ def test_a_killed_run_ends_with_the_same_bits(folder, tmp_path):
 
 
 @pytest.mark.slow
+def test_stale_chunks_apart_keep_the_books(tmp_path):
+    """Laws 1 and 2 with S = 1: a chunk has the version of the weights whose denoising steps drew it, and every chunk of an
+    episode that began before an update may have one of two."""
+    run(tmp_path / "run", **WORLD, loop__max_staleness=1, place__kind="split", place__cluster="local")
+    rows = check(tmp_path / "run", staleness=1, total=4, size=1)
+    assert len(rows) == 4 * 4 and {sum(row["mask"]) for row in rows} == {3}
+    assert max(row["trained_at"] - min(row["versions"][1:]) for row in rows) == 1
+
+
+@pytest.mark.slow
 def test_chunks_are_learned_by_grpo_from_worlds_that_end_within_one(tmp_path):
     """The distance to the aim falls from where an untrained policy is."""
     changes = {"task__data": AIM | {"args": {"last": 3}}, "algo": {"kind": "grpo", "group_size": 8}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from functools import partial
 
@@ -15,6 +16,8 @@ from rondel.checks.recipe_check import check as check_recipe
 from rondel.cli import export, main
 from rondel.core.errors import EnvError, UserError
 from rondel.driver import replay
+from rondel.generate.envs.control import Control
+from rondel.generate.envs.worlds import call_world, open_world
 from rondel.models.load import load_model
 from rondel.models.packed_steps import PackedSteps
 from rondel.runtime.journal import store
@@ -166,18 +169,34 @@ def test_what_it_cannot_have_is_refused(tmp_path, changes, why):
 
 def test_a_world_that_breaks_is_no_reward(tmp_path):
     """It is played once more, then the episode has no score, which is counted."""
-    from rondel.generate.envs.worlds import open_world
-
     with pytest.raises(EnvError, match="Broken' raised RuntimeError: a wheel"):
-        from rondel.generate.envs.worlds import call_world
-
         world, spaces = open_world("kits.control:Broken", {})
         call_world("kits.control:Broken", world.step, spaces.action(np.float32([0, 0])))
 
 
-def test_spaces_are_laid_flat_and_actions_stay_in_bounds():
-    from rondel.generate.envs.worlds import open_world
+def test_worlds_on_threads_step_side_by_side(tmp_path):
+    """Each waits for the other three, and the episodes are those of worlds on the event loop."""
+    settings = {"loop__steps": 2, "run__checkpoint__every": 0, "recipe": CARTPOLE}
+    for name, threads in (("Aim", False), ("Meeting", True)):
+        data = {"kind": "gym", "name": f"kits.control:{name}", "n": 50}
+        env = {"kind": "control", "turns": 12, "threads": threads}
+        run(tmp_path / name, task__data=data, task__env=env, **settings)
+    loop, threads = ([store.read_step(tmp_path / name, step) for step in (1, 2)] for name in ("Aim", "Meeting"))
+    for plain, apart in zip([*loop[0], *loop[1]], [*threads[0], *threads[1]], strict=True):
+        assert np.array_equal(plain["steps"], apart["steps"]) and plain["step_rewards"] == apart["step_rewards"]
+    assert torch.equal(
+        *(torch.tensor([m["train/loss"] for *_, m, _ in steps(tmp_path / n)]) for n in ("Aim", "Meeting"))
+    )
 
+
+def test_a_world_on_a_thread_that_breaks_is_an_error_of_the_world():
+    env = Control(threads=True)
+    world, spaces = open_world("kits.control:Broken", {})
+    with pytest.raises(EnvError, match="Broken' raised RuntimeError: a wheel"):
+        asyncio.run(env._call(call_world, "kits.control:Broken", world.step, spaces.action(np.float32([0, 0]))))
+
+
+def test_spaces_are_laid_flat_and_actions_stay_in_bounds():
     world, spaces = open_world("kits.control:Choices", {"last": 2})
     shown, _ = world.reset(seed=1)
     assert spaces.flatten(shown).tolist() == [np.float32(world.aim), 0.0, 0.0, 1.0, 0.0]

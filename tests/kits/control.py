@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import gymnasium
@@ -100,6 +101,16 @@ class Aim(gymnasium.Env[np.ndarray, np.ndarray]):
 class Broken(Aim):
     def step(self, action: np.ndarray) -> Any:
         raise RuntimeError("a wheel came off")
+
+
+class Meeting(Aim):
+    """A step of it lasts until four of them are under way."""
+
+    barrier = threading.Barrier(4, timeout=20)
+
+    def step(self, action: np.ndarray) -> Any:
+        self.barrier.wait()
+        return super().step(action)
 
 
 class Choices(Aim):

@@ -76,6 +76,7 @@ def use_clean_server(address: str) -> None:
 
 FLOW = RECIPE.with_name("flow.toml")
 DIGITS = RECIPE.with_name("digits.toml")
+VIDEO = RECIPE.with_name("video.toml")
 BLOCKS = RECIPE.with_name("blocks.toml")
 FAST_FLOW = {
     "loop.warmup.steps": 4, "loop.warmup.groups_per_step": 4, "loop.steps": 6, "loop.groups_per_step": 4,
@@ -91,6 +92,12 @@ FAST_CONTROL = {
     "model.path.hidden_size": 16, "task.env.turns": 12, "task.data.n": 200, "task.data.eval_n": 2, "task.eval.every": 0,
     "place.threads": 1, "run.checkpoint.every": 3, "run.checkpoint.keep": 2, "run.sinks": [],
 }  # fmt: skip
+CATCH = RECIPE.with_name("catch.toml")
+FAST_CATCH = {
+    "loop.warmup.steps": 2, "loop.warmup.groups_per_step": 2, "loop.steps": 3, "loop.groups_per_step": 2, "algo.group_size": 4,
+    "model.path.num_hidden_layers": 2, "task.data.n": 200, "task.data.eval_n": 2, "task.eval.every": 0,
+    "place.threads": 1, "run.checkpoint.every": 3, "run.checkpoint.keep": 2, "run.sinks": [],
+}  # fmt: skip
 FAST_MODEL = FAST_CONTROL | {
     "policies.world.model.hidden_size": 16, "policies.world.model.ensemble": 2, "policies.world.epochs": 4,
     "task.env.model.branches": 3, "task.env.model.horizon": 4, "task.env.model.trust": 100.0, "task.env.model.memory": 60,
@@ -100,8 +107,8 @@ FAST_MODEL = FAST_CONTROL | {
 def tiny(folder: Path, recipe: Path = RECIPE, **changes: Any) -> Job:
     """The tiny recipe, or that of a flow or of a world, smaller still; `loop__max_staleness=1` sets loop.max_staleness."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    fast = {FLOW: FAST_FLOW, DIGITS: FAST_FLOW, CARTPOLE: FAST_CONTROL, PENDULUM: FAST_CONTROL}
-    fast = (fast | {CARTPOLE_MODEL: FAST_MODEL, PENDULUM_CHUNKS: FAST_CONTROL}).get(recipe, FAST)
+    fast = {FLOW: FAST_FLOW, DIGITS: FAST_FLOW, VIDEO: FAST_FLOW, CARTPOLE: FAST_CONTROL, PENDULUM: FAST_CONTROL}
+    fast = (fast | {CARTPOLE_MODEL: FAST_MODEL, PENDULUM_CHUNKS: FAST_CONTROL, CATCH: FAST_CATCH}).get(recipe, FAST)
     return Job.read(recipe, {**fast, "run.folder": str(folder), **dotted})
 
 

@@ -111,6 +111,7 @@ def test_sizes_that_do_not_fit_are_refused():
         ({"frames": 3, "patch_frames": 2}, "frames = 3 cannot be cut"),
         ({"height": 5}, "height = 5 cannot be cut"),
         ({"num_attention_heads": 5}, "take a multiple of 10"),
+        ({"num_attention_heads": 4, "hidden_size": 16}, "take at least 24"),
     ):
         with pytest.raises(UserError, match=why):
             load_model(SIZES | odd)

@@ -300,7 +300,7 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
         return Gym(**settings, open=tokens)
     if found is Control:
         model = None if own.model is None else Imagination(**own.model.model_dump())
-        return Control(turns=own.turns, model=model)
+        return Control(turns=own.turns, model=model, threads=own.threads)
     if found is Flow:
         return Flow(points=own.points, every=own.every, shared_noise=own.shared_noise, system=system)
     if found is Search:

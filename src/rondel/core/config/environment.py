@@ -228,6 +228,11 @@ class ControlConfig(BaseModel):
     model: ImaginationConfig | None = Field(
         None, description="short episodes in a learned model of the world are trained, too; unset, there are none"
     )
+    threads: bool = Field(
+        False,
+        description="each verb of the world runs on a thread: for worlds that take milliseconds and let other threads run "
+        'meanwhile; with actions = "tokens" they always do',
+    )
     actions: Literal["arrays", "tokens"] = Field(
         "arrays",
         description='"tokens": a model of text, or of text and pictures, writes the number of an action, or of the bin of '
@@ -248,6 +253,8 @@ class ControlConfig(BaseModel):
         told = self.model_fields_set & {"bins", "frames", "pixels", "suffix", "expert"}
         if self.actions == "arrays" and told:
             raise ValueError(f'{sorted(told)[0]} is of actions = "tokens"; set that, or leave it out')
+        if self.actions == "tokens" and "threads" in self.model_fields_set:
+            raise ValueError('threads is of actions = "arrays"; worlds of tokens run on threads; leave it out')
         if self.actions == "tokens" and self.model is not None:
             raise ValueError('model imagines arrays, and actions = "tokens"; leave one of them out')
         if "pixels" in told and not self.frames:

@@ -7,12 +7,15 @@ A policy may draw a chunk of actions at once, one token, which the world takes b
 at that token.
 
 A world steps on the event loop: it takes microseconds there, and a thread for each step would take longer than the step.
+With `threads`, for a world that is slow, the verbs of all episodes run side by side.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rondel.core.errors import DataError
@@ -20,6 +23,7 @@ from rondel.core.protocols import Chat
 from rondel.core.types import Request, Task, Trajectory
 from rondel.generate.envs.imagination import Imagination
 from rondel.generate.envs.stepped_episode import GIVEN, SteppedEpisode
+from rondel.generate.envs.tools import on_a_thread
 from rondel.generate.envs.worlds import WorldSpaces, call_world, open_world
 
 
@@ -27,13 +31,14 @@ class Control:
     """`Control(turns=1000)`; which world and which seed is the task's. The score is the sum of its rewards, each earned
     at its action.
 
-    model  what is imagined beside an episode that is trained; None: nothing
+    model    what is imagined beside an episode that is trained; None: nothing
+    threads  each verb of a world runs on a thread of its own, away from the event loop
     """
 
     scores_itself = True
 
-    def __init__(self, *, turns: int = 1000, model: Imagination | None = None) -> None:
-        self.turns, self.model = turns, model
+    def __init__(self, *, turns: int = 1000, model: Imagination | None = None, threads: bool = False) -> None:
+        self.turns, self.model, self.threads = turns, model, threads
         self.idle: dict[str, list[tuple[Any, WorldSpaces]]] = {}  # worlds between two episodes: making one is slow
 
     async def run(self, task: Task, chat: Chat) -> list[Trajectory]:
@@ -41,7 +46,10 @@ class Control:
             raise DataError(f"task {task.id} names no world: task.data.kind = 'gym' brings them")
         key = f"{task.data['world']} {task.data.get('args')}"
         kept = self.idle.setdefault(key, [])
-        world, spaces = kept.pop() if kept else open_world(task.data["world"], dict(task.data.get("args") or {}))
+        if kept:
+            world, spaces = kept.pop()
+        else:
+            world, spaces = await self._call(open_world, task.data["world"], dict(task.data.get("args") or {}))
         played = await self._play(task, chat, world, spaces)
         kept.append((world, spaces))  # one that broke is never played again
         beside = [] if self.model is None else await self.model.imagine(played, chat, spaces)
@@ -50,7 +58,7 @@ class Control:
     async def _play(self, task: Task, chat: Any, world: Any, spaces: WorldSpaces) -> SteppedEpisode:
         name, played = task.data["world"], SteppedEpisode(chat.trajectory, spaces.observed)
         sampling = replace(chat.sampling, max_tokens=1, min_tokens=0)
-        shown, _ = call_world(name, world.reset, seed=task.data["seed"])
+        shown, _ = await self._call(call_world, name, world.reset, seed=task.data["seed"])
         last = spaces.flatten(shown)
         while not played.ended:
             request = Request(
@@ -61,13 +69,27 @@ class Control:
                 raise DataError(
                     'task.env = "control" with a model that writes text: set model.path to a policy of actions'
                 )
-            rewards, ended = list[float](), ""
-            for action in done.actions:
-                shown, reward, terminated, truncated, _ = call_world(name, world.step, spaces.action(action))
-                rewards.append(float(reward))
-                cut = truncated or played.taken + len(rewards) >= self.turns
-                if ended := "ended" if terminated else "cut off" if cut else "":
-                    break
+            take = partial(call_world, name, world.step)
+            left = self.turns - played.taken
+            shown, rewards, ended = await self._call(take_actions, take, map(spaces.action, done.actions), left)
             last = spaces.flatten(shown)
             played.add(done, math.fsum(rewards), last, ended, taken=len(rewards))
         return played
+
+    async def _call(self, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        def call_verb() -> Any:
+            return function(*given, **named)
+
+        return await on_a_thread(call_verb, {}) if self.threads else call_verb()
+
+
+def take_actions(step: Callable[[Any], Any], actions: Iterable[Any], left: int) -> tuple[Any, list[float], str]:
+    """-> what the world shows behind the last action that it took, what each was paid, and whether it has "ended" the
+    episode or it is "cut off", by the world or because none is left; "" while it goes on."""
+    rewards, ended, shown = list[float](), "", None
+    for action in actions:
+        shown, reward, terminated, truncated, _ = step(action)
+        rewards.append(float(reward))
+        if ended := "ended" if terminated else "cut off" if truncated or len(rewards) >= left else "":
+            break
+    return shown, rewards, ended
