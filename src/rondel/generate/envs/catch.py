@@ -23,10 +23,12 @@ class Catch(gymnasium.Env[np.ndarray, int]):
     def __init__(self, size: int = 4, render_mode: str | None = None) -> None:
         self.size, self.render_mode = size, render_mode
         self.observation_space = gymnasium.spaces.Box(0, size - 1, (3,), np.float32)
+        self.row, self.ball, self.paddle = 0, 0, 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
-        self.row, self.ball, self.paddle = 0, *self.np_random.integers(self.size, size=2).tolist()
+        self.row = 0
+        self.ball, self.paddle = map(int, self.np_random.integers(self.size, size=2))
         return self._shown(), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
