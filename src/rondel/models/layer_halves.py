@@ -4,8 +4,8 @@
     back    m = h + o Woᵀ + b,   h' = m + (silu(g) · u) Wdᵀ,               kept: o, m, g, u
             g = norm(m) Wgᵀ,     u = norm(m) Wuᵀ
 
-Two thirds of a training step were products; the rest went to what lies between them, an operation at a time, much of it
-on one thread. Here a half is one team of threads. For layers written like llama's in bfloat16, with their residual stream
+Here a half is one team of threads that shares its work out as it comes, so a neighbour on the same cores costs its share,
+and nothing between two products is kept. For layers written like llama's in bfloat16, with their residual stream
 in fp32, on CPUs that multiply bfloat16 in vectors; trainer, critic and reference alike, with gradients and without, so
 that two passes over the same weights have the same bits. It rounds where the modules do, but for gradients of weights,
 which are added to the optimizer's sums in fp32. Before a layer's first pass both ways compute some rows, values and

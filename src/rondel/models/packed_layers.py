@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,6 +30,8 @@ from rondel.models.dense_attention import ScoreRule
 from rondel.models.linear import has_pairs, has_spare_memory, modules_alone
 from rondel.models.main_grad import Stamp, stamp_of
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
+from rondel.models.prompt_attention import PromptAttention
+from rondel.models.tree_loops import takes_tree
 
 if TYPE_CHECKING:
     from rondel.models.attention import AttentionLayout
@@ -221,11 +224,18 @@ class LayerPass:
     def run_around_chunks(self, at: int) -> None:
         """One layer, with the attention of prompts in between."""
         self.run(at, 1, FRONT | (ATTENTION if self._decoding else 0))
+        if takes_tree(self._q, self._keys[at].transpose(0, 1), self._values[at].transpose(0, 1), self._rules[at]):
+            self._prompts.attend(self._q, self._keys[at], self._values[at], self._rules[at], self._attended)
+            return self.run(at, 1, BACK)
         for chunk in self._layout.chunks:
             own = slice(chunk.start, chunk.start + chunk.length)
             k, v = (chunk.slots.read(pool)[None] for pool in (self._keys[at], self._values[at]))
             self._attended[own] = chunk.attend(self._q[own], k, v, self._rules[at])
-        self.run(at, 1, BACK)
+        return self.run(at, 1, BACK)
+
+    @cached_property
+    def _prompts(self) -> PromptAttention:
+        return PromptAttention(self._layout)
 
 
 def _address(tensor: Tensor | None) -> int:

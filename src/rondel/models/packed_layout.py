@@ -96,7 +96,7 @@ class PackedLayout:
 
     @cached_property
     def table(self) -> TreeTable:
-        return TreeTable(self.segments)
+        return TreeTable.of_segments(self.segments)
 
     @cached_property
     def states(self) -> SegmentStates:

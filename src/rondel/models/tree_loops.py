@@ -38,12 +38,23 @@ def takes_tree(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> bool:
 
 
 class TreeTable:
-    """Who sees whom, as the loops read it."""
+    """Who sees whom, as the loops read it: rows (first query, queries, keys above, where their places begin), places of
+    keys above, and families of rows, each of which shares no key with the others. A row's own keys lie where its
+    queries do.
+    """
 
-    def __init__(self, segments: Sequence[TreeSegment]) -> None:
-        above: list[list[int]] = []
-        roots: list[int] = []
-        rows, places, families = [], list[int](), dict[int, list[int]]()
+    def __init__(self, rows: list[tuple[int, int, int, int]], above: Tensor, families: list[list[int]]) -> None:
+        work = [sum(rows[i][1] * (rows[i][1] + rows[i][2]) for i in own) for own in families]
+        order = [own for _, own in sorted(zip(work, families), key=lambda one: -one[0])]
+        self.segments, self.above = torch.tensor(rows, dtype=torch.int64), above
+        self.members = torch.tensor([i for own in order for i in own], dtype=torch.int64)
+        self.first = torch.tensor([0, *(len(own) for own in order)]).cumsum(0)
+
+    @classmethod
+    def of_segments(cls, segments: Sequence[TreeSegment]) -> TreeTable:
+        """A segment sees its ancestors whole."""
+        above, roots, rows = list[list[int]](), list[int](), list[tuple[int, int, int, int]]()
+        places, families = list[int](), dict[int, list[int]]()
         for i, segment in enumerate(segments):
             up = segment.parent
             above.append([] if up is None else [*above[up], *_places_of(segments[up])])
@@ -51,11 +62,7 @@ class TreeTable:
             rows.append((segment.start, segment.length, len(above[i]), len(places)))
             places += above[i]
             families.setdefault(roots[i], []).append(i)
-        order = sorted(families.values(), key=lambda own: -sum(rows[i][1] * (rows[i][1] + rows[i][2]) for i in own))
-        self.segments = torch.tensor(rows, dtype=torch.int64)
-        self.above = torch.tensor(places, dtype=torch.int64)
-        self.members = torch.tensor([i for own in order for i in own], dtype=torch.int64)
-        self.first = torch.tensor([0, *(len(own) for own in order)]).cumsum(0)
+        return cls(rows, torch.tensor(places, dtype=torch.int64), [*families.values()])
 
     def run(self, kernels: Any, q: Tensor, k: Tensor, rule: ScoreRule, *tensors: Tensor, backward: bool) -> None:
         (_, heads, size), shared = q.shape, k.shape[1]
