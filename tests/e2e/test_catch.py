@@ -66,6 +66,16 @@ def test_the_gradient_is_the_same_for_any_split(folder: Path) -> None:
     assert max(apart(cut, whole) for cut in cuts) <= 1e-6
 
 
+def without_gap(folder: Path) -> list[tuple]:
+    """What every step measured but how far the engine was from the trainer: turns that are read again behind a kill are
+    read in other company, which is worth a last bit of a logprob.
+    """
+    apart = ("train/gap_", "train/mismatch_")
+    return [
+        (*of, {k: v for k, v in told.items() if not k.startswith(apart)}, ledger) for *of, told, ledger in steps(folder)
+    ]
+
+
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bits_and_a_step_is_trained_again(folder: Path, tmp_path: Path) -> None:
     """Law 9: episodes that were under way are played again by the log, picture by picture."""
@@ -73,7 +83,7 @@ def test_a_killed_run_ends_with_the_same_bits_and_a_step_is_trained_again(folder
     run(tmp_path / "run", recipe=CATCH)
     ours, theirs = final(tmp_path / "run"), final(folder)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert steps(tmp_path / "run") == steps(folder)
+    assert without_gap(tmp_path / "run") == without_gap(folder)
     for step in store.stored_steps(folder):
         mine, whole = store.read_step(tmp_path / "run", step), store.read_step(folder, step)
         assert [(r["tokens"], r["media"]) for r in mine] == [(r["tokens"], r["media"]) for r in whole]

@@ -156,6 +156,14 @@ def test_recomputed_layers_have_the_same_bits():
     assert all(torch.equal(kept[name], x) for name, x in again.items())
 
 
+def test_layers_whose_feed_forward_part_runs_twice_keep_their_modules():
+    """Halves keep gate and up, which is what such a run wants to save."""
+    loaded = model()
+    install_recompute(loaded.model, "mlp")
+    assert not any(layer_halves._is_plain(layer) for layer in loaded.model.model.layers)
+    assert gradients(loaded).keys() == gradients(model()).keys()
+
+
 def test_where_halves_differ_the_modules_stay(monkeypatch):
     """A planted fault: gate and up in each other's place."""
     loaded, told = model(), []

@@ -160,6 +160,7 @@ def _is_plain(layer: Any) -> bool:
     gated = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     own = attention.__dict__.get("forward")
+    gate = mlp.__dict__.get("forward")
     return (
         all(is_installed(one) and not _has_hooks(one) for one in (*linears, *gated))
         and all(_is_plain_norm(one) for one in norms)
@@ -167,6 +168,7 @@ def _is_plain(layer: Any) -> bool:
         and not _has_hooks(attention)
         and not _has_hooks(mlp)
         and (own is None or getattr(own, "args", None) == (attention,))
+        and (gate is None or getattr(gate, "func", None) is cpu_kernels.gated_layer)  # and not one that runs twice
         and all(one.bias is None for one in gated)
         and all(_is_plain_weight(w) for half in _weights_of(layer) for w in half)
         and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
@@ -184,7 +186,9 @@ def _is_plain_weight(weight: Any) -> bool:
 
 
 def _is_plain_norm(norm: Any) -> bool:
-    hooks = [*norm._forward_hooks.values()]
+    hooks, own = [*norm._forward_hooks.values()], norm.__dict__.get("forward")
+    if own is not None and getattr(own, "func", None) is not cpu_kernels.norm_layer:
+        return False
     return type(norm).__name__.endswith("RMSNorm") and hooks == [narrow_norm] and not norm._forward_pre_hooks
 
 

@@ -180,7 +180,7 @@ class LocalTrainer:
                 f"token {strange[0]} does not exist: this model's tokens are 0 to {vocab - 1}. Was the prompt made by "
                 f"another tokenizer?"
             )
-        return await self._run_on_device(self._logprobs_of, tokens)
+        return await self._run_on_device(_logprobs_of, self.loaded, tokens)
 
     async def save(self, path: Path) -> None:
         await self._run_on_device(checkpoint.save_trainer, self, path)
@@ -202,10 +202,6 @@ class LocalTrainer:
         await self._run_on_device(self.offload.wake)
 
     # -- on the device's thread ------------------------------------------------------------------
-
-    def _logprobs_of(self, tokens: list[int]) -> list[float]:
-        with linear.without_packing() if linear.has_packed_layers(self.loaded.model) else nullcontext():
-            return notes.logprobs_of(self.loaded, tokens)
 
     def _load(self, path: Path) -> None:
         checkpoint.load_trainer(self, path)
@@ -572,6 +568,12 @@ class LocalTrainer:
         if told := [fault for found in self.ranks.all_gather_object(faults) for fault in found]:
             raise NotFinite(told[0])
         self.ranks.exchange_tokens(batch, done, "trained")
+
+
+def _logprobs_of(loaded: LoadedModel, tokens: list[int]) -> list[float]:
+    """Nothing is packed for so short a pass where the engine packs for itself."""
+    with linear.without_packing() if linear.has_packed_layers(loaded.model) else nullcontext():
+        return notes.logprobs_of(loaded, tokens)
 
 
 def token_loss(
