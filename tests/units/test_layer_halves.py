@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kits.engine import SIZE
+from kits.pairs import use_pairs
 from rondel.core.events import Warned, subscribe
-from rondel.models import cpu_kernels, layer_halves, linear, native_library
+from rondel.models import layer_halves
 from rondel.models.attention import use_attention_layout
 from rondel.models.head import LMHead
 from rondel.models.linear import equal_blocks, modules_alone, outside_graph
@@ -33,11 +34,7 @@ FAMILIES = {
 
 @pytest.fixture(autouse=True)
 def pairs(monkeypatch):
-    """A processor that multiplies bfloat16 in vectors; on another one the same sums are taken one after the other."""
-    if (library := native_library.native_library()) is None:
-        pytest.skip("needs a C++ compiler")
-    monkeypatch.setattr(cpu_kernels, "_loaded", library)
-    monkeypatch.setattr(linear, "has_bf16_vectors", lambda: True)
+    use_pairs(monkeypatch)
 
 
 def model(kind="llama", **config):

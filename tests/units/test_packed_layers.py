@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from kits.engine import SIZE, all_of, ask, engine, prompt
+from kits.pairs import use_pairs
 from rondel.core.events import Warned, subscribe
-from rondel.models import cpu_kernels, linear, native_library, packed_layers
+from rondel.models import cpu_kernels, packed_layers
 from rondel.models.cache_pools import LayerPools
 from rondel.models.head import LMHead
 from rondel.models.linear import packed_linears
@@ -33,11 +34,7 @@ FAMILIES = {
 
 @pytest.fixture(autouse=True)
 def pairs(monkeypatch):
-    """A processor that multiplies bfloat16 in vectors; on another one the same sums are taken one after the other."""
-    if (library := native_library.native_library()) is None:
-        pytest.skip("needs a C++ compiler")
-    monkeypatch.setattr(cpu_kernels, "_loaded", library)
-    monkeypatch.setattr(linear, "has_bf16_vectors", lambda: True)
+    use_pairs(monkeypatch)
 
 
 def numbers(*shape, seed=0):

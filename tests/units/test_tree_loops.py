@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rondel.models import cpu_kernels, native_library, packed_layout
+from kits.pairs import use_pairs
+from rondel.models import packed_layout
 from rondel.models.dense_attention import ScoreRule
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.processor import is_widened
@@ -24,11 +25,7 @@ TREES = {
 
 @pytest.fixture(autouse=True)
 def pairs(monkeypatch):
-    """A processor that multiplies bfloat16 in vectors; on another one the same sums are taken one after the other."""
-    if (library := native_library.native_library()) is None:
-        pytest.skip("needs a C++ compiler")
-    monkeypatch.setattr(cpu_kernels, "_loaded", library)
-    monkeypatch.setattr(packed_layout, "has_bf16_vectors", lambda: True)
+    use_pairs(monkeypatch)
 
 
 def layout_of(lengths):
