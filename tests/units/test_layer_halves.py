@@ -133,6 +133,24 @@ def test_gradients_of_weights_are_added_to_the_optimizers_sums():
         assert float((got - got.to(bf16).float()).abs().max()) > 0, "never rounded"
 
 
+@pytest.mark.parametrize("tokens", [7, 23])
+@pytest.mark.parametrize("inner", [16, 96])
+def test_nothing_is_written_behind_what_a_call_is_given(inner, tokens, monkeypatch):
+    """Feed-forward parts that are narrower than the stream, too."""
+    ends = []
+
+    def guarded(rows, width):
+        whole = torch.full((rows * width + 256,), 7.0, dtype=bf16)
+        ends.append(whole[rows * width :])
+        return whole[: rows * width].view(rows, width)
+
+    monkeypatch.setattr(layer_halves, "_room", guarded)
+    loaded = model(hidden_size=240, num_attention_heads=15, intermediate_size=inner)
+    gradients(loaded, tokens)
+    assert all(half._fits for half in halves_of(loaded))
+    assert len(ends) > 20 and all(bool((end == 7).all()) for end in ends)
+
+
 def test_frozen_weights_have_no_gradient():
     loaded = model()
     layer = loaded.model.model.layers[1]

@@ -15,8 +15,8 @@ torch reads and writes what a norm needs seven times, and a bfloat16 number besi
 and engine both call these, in every pass: what decides is the model and the sizes of a call, and never what a pass wants,
 so that two passes over the same weights have the same bits. A row has the same bits wherever it lies, whoever is beside
 it, and on any number of threads. Each rounds where torch's operations do, but for
-scores of a decode step, which stay in fp32. The products of training attention are torch's; what lies between them is
-one pass over the scores, in their place.
+scores of a decode step, which stay in fp32. Where models/tree_loops.py does not take it, the products of training
+attention are torch's; what lies between them is one pass over the scores, in their place.
 """
 
 from __future__ import annotations

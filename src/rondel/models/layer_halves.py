@@ -282,7 +282,7 @@ class FrontHalf(torch.autograd.Function):
         widths = [len(w) for w in own]
         half = _Half(
             stream=stream, norm=norm, normed=_room(*stream.shape), dout=None if dout is None else dout.contiguous(),
-            joined=_room(rows, sum(widths)), tiles=_tiles(rows, widths), dnormed=_room(*stream.shape), dstream=dstream,
+            joined=_room(rows, sum(widths)), tiles=_tiles(rows, sum(_whole_tiles(w) for w in widths)), dnormed=_room(*stream.shape), dstream=dstream,
             shares=shares,
         )  # fmt: skip
         half.run(FRONT_BACKWARD, ctx.eps, products, given, [total for total, _ in totals])
@@ -309,7 +309,7 @@ class BackHalf(torch.autograd.Function):
         rows, inner = gate.shape
         half = _Half(
             norm=norm, normed=_room(*middle.shape), attended=attended, middle=middle, inner=_room(rows, inner),
-            dout=grad.contiguous(), joined=_room(rows, 2 * inner), tiles=_tiles(rows, [inner, inner]),
+            dout=grad.contiguous(), joined=_room(rows, 2 * inner), tiles=_tiles(rows, max(2 * _whole_tiles(inner), _whole_tiles(middle.shape[1]))),
             dnormed=_room(*middle.shape), dattended=dattended, dstream=dstream, shares=shares,
         )  # fmt: skip
         half.run(BACK_BACKWARD, ctx.eps, products, [None, gate, up, None], [total for total, _ in totals])
@@ -349,9 +349,13 @@ def _shares(stream: Tensor) -> Tensor:
     return torch.zeros(-(-len(stream) // NORM_ROWS), stream.shape[1])
 
 
-def _tiles(rows: int, widths: list[int]) -> Tensor:
-    """For the gradients of products that are computed together, and of any one of `rows`."""
-    return _room(rows + rows % 2, sum(-(-width // TILE) * TILE for width in widths))
+def _whole_tiles(width: int) -> int:
+    return -(-width // TILE) * TILE
+
+
+def _tiles(rows: int, width: int) -> Tensor:
+    """For gradients of `width` outputs, in whole tiles, of products whose weights' gradients are computed together."""
+    return _room(rows + rows % 2, width)
 
 
 class _Half:
