@@ -28,6 +28,7 @@ def folder(tmp_path_factory):
     return made_once(tmp_path_factory, "blocks", partial(run, recipe=BLOCKS, loop__warmup__steps=2, loop__steps=4))
 
 
+@pytest.mark.slow
 def test_ledger_versions_and_lag_are_those_of_any_run(folder):
     """Laws 1 to 3: and what the engine drew has the trainer's log-probability."""
     rows = check(folder, staleness=0, total=6)
@@ -50,6 +51,7 @@ def test_the_stored_blocks_are_those_that_were_seen(folder):
     assert set(t.steps.step) == {SHOWN} and t.written == 4 and t.tokens[-1] == 0, "full of end tokens"
 
 
+@pytest.mark.slow
 def test_a_step_is_recomputed_from_its_stored_rollouts(folder):
     found, [done] = replay.replay(folder, 6), [e["metrics"] for e in events(folder, "StepDone") if e["step"] == 6]
     same = [name for name in found if not name.endswith("_s")]

@@ -30,6 +30,7 @@ def folder(tmp_path_factory):
     return made_once(tmp_path_factory, "chunks", partial(run, **WORLD))
 
 
+@pytest.mark.slow
 def test_ledger_versions_and_lag_are_those_of_any_run(folder):
     """Laws 1 and 2: a chunk is one token."""
     rows = check(folder, staleness=0, total=4, size=1)
@@ -61,6 +62,7 @@ def test_the_stored_chunks_are_those_that_the_world_took(folder):
             assert density.tolist() == pytest.approx(list(t.logprobs)[1:], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_is_recomputed_from_its_stored_rollouts(folder):
     found, [done] = replay.replay(folder, 4), [e["metrics"] for e in events(folder, "StepDone") if e["step"] == 4]
     same = [name for name in found if not name.endswith("_s")]

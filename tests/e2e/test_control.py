@@ -31,6 +31,7 @@ def folder(tmp_path_factory):
     return made_once(tmp_path_factory, "control", partial(run, recipe=CARTPOLE))
 
 
+@pytest.mark.slow
 def test_ledger_versions_and_lag_are_those_of_any_run(folder):
     rows = check(folder, staleness=0, total=4, size=1)
     assert len(rows) == 4 * 4
@@ -129,6 +130,7 @@ def test_how_soon_it_has_solved_its_world_is_told(capsys):
     assert told["rondel_returns_at_100000_actions"] == [None]
 
 
+@pytest.mark.slow
 def test_its_recipe_is_checked(folder, tmp_path):
     found = {f.what: f for f in check_recipe(tiny(tmp_path, recipe=CARTPOLE, task__env__turns=100))}
     assert all(f.ok for f in found.values()), found
@@ -174,6 +176,7 @@ def test_a_world_that_breaks_is_no_reward(tmp_path):
         call_world("kits.control:Broken", world.step, spaces.action(np.float32([0, 0])))
 
 
+@pytest.mark.slow
 def test_worlds_on_threads_step_side_by_side(tmp_path):
     """Each waits for the other three, and the episodes are those of worlds on the event loop."""
     settings = {"loop__steps": 2, "run__checkpoint__every": 0, "recipe": CARTPOLE}

@@ -89,6 +89,7 @@ def test_a_copy_where_the_run_will_write_is_refused(whole, tmp_path):
         run(tmp_path / "run", **SHORT | {"loop__steps": 10})
 
 
+@pytest.mark.slow
 def test_the_newest_is_that_of_the_highest_number(whole, tmp_path):
     for step in (999998, 1000000):
         copy = tmp_path / f"step-{step:06d}"

@@ -29,6 +29,7 @@ def folder(tmp_path_factory):
     return made_once(tmp_path_factory, "flow", partial(run, recipe=FLOW))
 
 
+@pytest.mark.slow
 def test_ledger_versions_and_lag_are_those_of_any_run(folder):
     rows = check(folder, staleness=0, total=10)
     assert len(rows) == 4 * 4 + 6 * 4 * 4
@@ -70,6 +71,7 @@ def test_what_it_learned_is_told_from_its_stored_points(folder, capsys):
     assert told["reward"][2] == pytest.approx(sum(last) / len(last), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_every_second_step_is_trained(tmp_path):
     """Counted back from the last one, whose point is scored; each keeps the density that it was drawn with."""
     env = {"kind": "flow", "every": 2}
@@ -87,6 +89,7 @@ def test_every_second_step_is_trained(tmp_path):
     assert done["metrics"]["train/tokens"] == 4 * 4 * 3 and done["metrics"]["train/gap_max"] < 1e-6
 
 
+@pytest.mark.slow
 def test_the_distance_to_the_reference_has_a_closed_form(tmp_path):
     """0 before the first update and more behind it, as the estimate; the same numbers from the stored rollouts."""
     kl = {"kind": "closed_form", "coef": 0.1}
@@ -122,6 +125,7 @@ def test_the_chains_of_a_group_that_was_killed_begin_with_its_noise(tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_its_recipe_is_checked_and_its_points_are_shown(folder, tmp_path):
     found = {f.what: f for f in check_recipe(tiny(tmp_path, recipe=FLOW))}
     assert all(f.ok for f in found.values()), found
@@ -176,6 +180,7 @@ def test_stale_steps_apart_keep_the_books(tmp_path):
     check(tmp_path / "run", staleness=1, total=10)
 
 
+@pytest.mark.slow
 def test_the_data_term_of_ddrl_stands_beside(tmp_path):
     """DDRL: 0.01 of the loss of flow matching, on data points of every step."""
     beside = [{"kind": "sft", "weight": 0.01, "groups_per_step": 2}]
@@ -258,6 +263,7 @@ def test_what_is_about_tokens_is_refused(tmp_path, changes, why):
         build(tiny(tmp_path, recipe=FLOW, **changes))
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_under_noise_of_its_own(folder, capsys):
     """`rondel eval` of a flow: the prompts that it knows, drawn anew."""
     with pytest.raises(SystemExit) as ended:

@@ -35,6 +35,7 @@ def by_agent(folder, step):
     return found
 
 
+@pytest.mark.slow
 def test_ledger_versions_and_lag_are_those_of_any_run(folder):
     """Laws 1 and 2, of all four kinds of trajectories; only what was played is a reward."""
     rows = check(folder, staleness=0, total=4, size=1)
@@ -103,6 +104,7 @@ def test_the_error_is_on_the_card(folder):
     assert f"{real:,.0f}" in card
 
 
+@pytest.mark.slow
 def test_a_step_is_recomputed_from_its_stored_rollouts(folder):
     found, [done] = replay.replay(folder, 4), [e["metrics"] for e in events(folder, "StepDone") if e["step"] == 4]
     same = [name for name in found if not name.endswith("_s")]

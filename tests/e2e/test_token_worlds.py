@@ -106,6 +106,7 @@ def test_an_action_is_written_as_it_is_read():
     assert [counted.write(action) for action in (0, 1)] == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_an_expert_is_copied(tmp_path):
     """The supervised phase shows whole episodes of the controller, whose actions are what is trained; it balances the
     pole for 500 steps, from any seed."""

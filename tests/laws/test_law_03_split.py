@@ -65,6 +65,7 @@ CHOSEN = [  # every row, and a model of each kind of attention; the tied one is 
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), covering(CASES, CHOSEN, fast=[("llama", "grpo")]))
 def test_the_gradient_is_the_same_for_any_split(kind, name):
     algo = ROWS[name]
@@ -133,6 +134,7 @@ def test_the_gradient_over_transitions_is_the_same_for_any_split():
     assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_the_gradient_over_blocks_is_the_same_for_any_split():
     """A demonstration among them, with entropy and a reference."""
     algo = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})

@@ -63,6 +63,7 @@ def same_run(folder: Path, whole: Path) -> None:
             assert a == b
 
 
+@pytest.mark.slow
 def test_other_arithmetic_than_the_run_began_with_is_named(tmp_path, whole):
     """Last bits are others: a run that goes on, or is replayed, with other kernels, torch or threads says so, and how to
     take the old ones."""

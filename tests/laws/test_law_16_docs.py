@@ -384,6 +384,7 @@ def named_links() -> list[tuple[str, str, Path, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_every_named_link_leads_to_its_name():
     """Links name functions instead of line numbers, so they can be checked and do not go stale."""
     links = named_links()

@@ -86,6 +86,7 @@ def chosen_sets(tape, routes):
 WAYS = {"plain": {}, "chunked": {"prefill_tokens": 16}, "retracted": {"kv_pages": 60}, "two": {"max_running": 2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"),
     covering(
@@ -136,6 +137,7 @@ def test_the_choice_matters_here_and_only_beyond_its_size(kind):
     assert torch.equal(few[:COUNT], whole[:COUNT]) and float((few[COUNT:] - whole[COUNT:]).abs().max()) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ONE)
 def test_the_trainer_repeats_the_engines_choice(kind):
     """A trainer whose indexers would choose other keys, given the record, computes the logprobs of the engine; and its
@@ -229,6 +231,7 @@ def test_what_can_never_be_chosen_takes_no_room():
     assert float((same[3:] - torch.tensor(done.logprobs[:3])).abs().max()) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ONE)
 def test_guesses_and_new_turns_choose_alike(kind):
     """Speculative rows, and a prefix found in the cache, whose index keys are cached with it."""

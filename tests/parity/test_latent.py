@@ -132,6 +132,7 @@ def test_expansion_pays_where_it_saves_multiplications():
     assert not UpProjection(SimpleNamespace(**sizes | {"kv_lora_rank": 96})).expansion_pays(1 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"kv_pages": 60}, {"max_running": 2}, {"prefill_tokens": 4}], ids=str)
 def test_retracted_and_continued_requests_answer_alike(how):
     loaded, asked = model("youtu"), requests(6, 12)
@@ -176,6 +177,7 @@ def test_a_draft_model_has_latents_of_its_own():
     assert gap_to_trainer(loaded, asked, answers(e, asked)) <= 1e-4 and e.speculation.accepted > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, most", covering([("float32", 1e-5), ("bfloat16", 0.1)], [("float32", 1e-5)]))
 def test_an_adapter_of_the_up_projection_is_served_as_it_is_trained(dtype, most):
     loaded = load_model({"random": "youtu", "seed": 3, **FAMILIES["youtu"]}, dtype=dtype)

@@ -90,6 +90,7 @@ def alone(loaded, row):
     return logits_of(loaded, [row], [0], [PackedSegment(0, len(row))])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", covering(RECURRENT_FAMILIES, SCANS, fast=AT_ONCE))
 def test_a_shared_prompt_has_the_gradient_of_unshared_samples(kind):
     """One backward pass through the tree against a sum of passes over whole samples."""
@@ -227,6 +228,7 @@ def test_what_needs_another_state_is_refused_by_name():
         loaded.model(torch.tensor([[5, 6, 7]]), use_cache=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_short_convolutions_have_the_same_bits_in_any_chunk_and_in_the_trainer(dtype):
     """Aligned numerics: prompts cut everywhere, cached and cold, siblings in one batch, and the trainer's packed row."""

@@ -84,6 +84,7 @@ def test_engine_trainer_and_transformers_agree(kind):
         assert max(abs(np.subtract(scored[1:], theirs))) < LIMIT, "prefill"
 
 
+@pytest.mark.slow
 def test_aligned_numerics_have_the_same_bits_with_pictures():
     """Engine in chunks, several pictures encoded one by one; trainer with siblings and all pictures at once."""
     m = model()
@@ -200,6 +201,7 @@ def test_greedy_answers_are_those_of_transformers_where_image_tokens_see_each_ot
         idle(e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", covering(["gemma3", MUTUAL], ["gemma3"]))
 def test_long_segments_are_computed_in_blocks_that_see_the_rest_of_an_image(kind, monkeypatch):
     m = model(kind)
@@ -310,6 +312,7 @@ def test_each_family_finds_its_image_cached_and_takes_no_other(kind):
     idle(e)
 
 
+@pytest.mark.slow
 def test_another_picture_is_another_prefix_and_the_same_one_is_shared():
     m = model()
     a, b = image(m, 1), image(m, 2)
@@ -539,6 +542,7 @@ def test_who_cannot_look_says_so():
         t.extend(tokens[:6], media=media)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", covering(["qwen3_vl", "gemma3"], ["gemma3"]))
 def test_a_saved_model_is_loaded_as_it_was(kind, tmp_path):
     from rondel.models.save import save_model

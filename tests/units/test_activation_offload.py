@@ -36,6 +36,7 @@ def stored(loaded, store):
     return t
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, where",
     covering(
@@ -78,6 +79,7 @@ def test_nobody_else_holds_an_input_that_went_out(tmp_path, where):
     assert alive["kept"] > 0 == alive[where]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", covering(["float32", "bfloat16"], ["bfloat16"]))
 def test_a_step_moves_the_same_bits_with_a_critic_too(tmp_path, dtype):
     algo, moved = row("ppo"), []
@@ -129,6 +131,7 @@ def test_what_saves_nothing_is_refused(tmp_path):
         run(tmp_path, trainer__memory={"recompute": "layers", "activations": "host"})
 
 
+@pytest.mark.slow
 def test_a_run_with_its_activations_on_disk_is_the_run_without(tmp_path):
     curves = []
     for where in ("device", "disk"):

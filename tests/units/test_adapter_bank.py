@@ -29,6 +29,7 @@ from rondel.models.save import save_model
 
 
 # linear layers, and those of gpt2, whose matrices lie the other way round; a head that an adapter has, and one without
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", covering(FAMILIES, ["gpt2", "gemma2"]))
 def test_each_request_reads_its_own(kind: str) -> None:
     """Greedy tokens and logprobs of four models in one batch, prompts shared, against merged modules one by one."""
@@ -136,6 +137,7 @@ def test_an_adapter_on_the_head_is_merged_and_the_embeddings_stay(tmp_path: Path
     assert torch.equal(whole.model.get_input_embeddings().weight, plain.model.get_input_embeddings().weight)
 
 
+@pytest.mark.slow
 def test_a_server_with_aligned_numerics_gives_the_same_bits_in_company() -> None:
     settings = ServerSettings(numerics="aligned", dtype="float32", device="cpu", threads=1, kv_pages=2000, adapters={})
     with ExitStack() as ends:
@@ -151,6 +153,7 @@ def test_a_server_with_aligned_numerics_gives_the_same_bits_in_company() -> None
             open_engine("nowhere", ServerSettings(**wrong), ends)
 
 
+@pytest.mark.slow
 def test_guesses_are_verified_with_the_adapter() -> None:
     """Greedy answers of an adapter, with a draft that knows none, are the likeliest tokens of its merged model."""
     loaded, plain = banked()
@@ -199,6 +202,7 @@ def test_a_base_with_an_adapter_of_its_own_carries_no_bank() -> None:
         AdapterBank(plain)
 
 
+@pytest.mark.slow
 def test_aligned_numerics_have_the_same_bits_in_every_batch() -> None:
     """Alone, and among requests of other adapters; and the gradient of the exact products is that of the fast ones."""
     loaded, plain = banked(adapters=2)

@@ -126,6 +126,7 @@ async def made(s: AdapterService, names: str = "abc") -> None:
 
 
 # a likelihood, a ratio of tokens, a ratio of sequences; the formulas of all: tests/parity/algos
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", covering(LOSSES, ["cross_entropy", "ppo", "gspo"]))
 def test_losses_and_gradients_of_three_clients_in_one_pass(loss: str) -> None:
     s, plain = service()
@@ -165,6 +166,7 @@ def test_several_targets_of_a_token_and_a_forward_alone() -> None:
     assert told.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_clients_together_end_where_each_ends_alone() -> None:
     """Three steps of three clients with their own learning rates, micro-batches mixed; and AdamW is torch's."""
     adams = {n: Adam(lr, weight_decay=0.01, clip=1.0) for n, lr in zip("abc", (1e-2, 3e-3, 1e-3))}
@@ -210,6 +212,7 @@ def test_a_step_is_adamw_by_hand() -> None:
     asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_where_it_was(tmp_path: Path) -> None:
     async def steps(s: AdapterService, first: int, last: int) -> None:
         for step in range(first, last):

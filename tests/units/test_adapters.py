@@ -310,6 +310,7 @@ def test_only_the_adapter_travels():
     assert all(t.name.startswith("base_model.model.model.layers.") for t in manifest.tensors) and manifest.base
 
 
+@pytest.mark.slow
 def test_an_engine_with_a_base_of_its_own_gets_the_adapter():
     theirs, mine = adapted(), adapted()
     noise(mine, size=0.0)
@@ -409,6 +410,7 @@ def test_a_checkpoint_is_the_adapter_alone_and_resumes_to_the_same_bits(tmp_path
         assert all(torch.equal(a, b) for a, b in zip(mine.masters, theirs.masters))
 
 
+@pytest.mark.slow
 def test_files_that_do_not_fit_are_refused(tmp_path):
     loaded = noise(adapted_from("llama"))
     (tmp_path / "a").mkdir()

@@ -172,6 +172,7 @@ def test_on_rollouts_that_nothing_is_tuned_on_the_audit_is_as_good_as_the_docs_s
     assert (found, len(HACKS), named, len(FRESH)) == (16, 20, 0, 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "piece",
     [

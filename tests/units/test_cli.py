@@ -71,6 +71,7 @@ def assemble(monkeypatch):
 # -- starting --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_help_lists_every_verb_without_torch():
     code = (
         "import sys, contextlib\nfrom rondel.cli import main\n"

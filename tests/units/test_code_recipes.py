@@ -50,6 +50,7 @@ def passes(code, test):
     return True
 
 
+@pytest.mark.slow
 def test_no_lazy_answer_passes():
     for row in import_attribute("task.data", "functions:functions")():
         (test,) = row["tests"]
@@ -67,6 +68,7 @@ def test_no_lazy_line_mends_a_small_repository(tmp_path):
         assert passes(f"def {name}(x):\n{added}", test)
 
 
+@pytest.mark.slow
 @needs_walls
 def test_functions_are_told_from_their_neighbours():
     rows = list(import_attribute("task.data", "functions:functions")())
@@ -79,6 +81,7 @@ def test_functions_are_told_from_their_neighbours():
     assert len({row["prompt"] for row in rows}) == len(rows) == 169
 
 
+@pytest.mark.slow
 @needs_walls
 def test_a_small_repository_is_mended_by_its_line_and_by_no_other(tmp_path):
     """The agent shows the policy the wrong line, and writes what it says; the hidden check decides."""

@@ -140,6 +140,7 @@ def in_a_process(folder, moment):
     assert process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_walls(), reason="nothing would contain the code")
 def test_an_episode_that_is_killed_goes_on_to_the_same_folder_and_the_same_tokens(tmp_path):
     """kill -9 before a command, behind one that is not logged, and behind one that is: as if it never was."""

@@ -152,6 +152,7 @@ def test_shards_travel_in_every_micro_batch():
     assert traffic(updates=3) == pytest.approx(3 * 2 * once) and traffic(epochs=2) == pytest.approx(2 * 5 * once)
 
 
+@pytest.mark.slow
 def test_traffic_of_shards_is_what_fsdp_sends():
     """Bytes that torch's collectives are given in three passes of a tiny model, on one of
     four ranks that only seem to be there.

@@ -307,6 +307,7 @@ def test_a_rate_of_0_changes_nothing():
     assert all(torch.equal(p, q) for p, q in zip(before, [p for w in (t.weights, t.critic.weights) for p in w.masters]))
 
 
+@pytest.mark.slow
 def test_the_policy_is_frozen_while_the_critic_warms_up():
     t = trainer(model(), PPO, critic_warmup=2, start_probe=4)
     step(t, batch(awkward_groups(3), row("sft")), row("sft"))  # a supervised phase is not the critic's
@@ -319,6 +320,7 @@ def test_the_policy_is_frozen_while_the_critic_warms_up():
     assert step(t, batch_of(awkward_groups(5)), PPO).stepped and t.moved and bits(t) != before
 
 
+@pytest.mark.slow
 def test_the_critic_begins_where_the_policy_is_at_its_first_step():
     t = trainer(model("tied", "bfloat16"), PPO, critic_lr=0.0)
     for n in range(2):
@@ -424,6 +426,7 @@ def test_a_loaded_critic_goes_on_bit_for_bit(tmp_path, kind, dtype):
     assert bits(other) + critic_bits(other) == bits(t) + critic_bits(t)
 
 
+@pytest.mark.slow
 def test_asleep_and_awake_it_is_the_same(tmp_path):
     t, other = learned(), learned()
     for n in range(2):

@@ -59,6 +59,7 @@ async def arriving(e, requests, seed):
     return await asyncio.gather(*(one(r, 12 * chance.randrange(6)) for r in requests))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed, pages, running", covering([(0, 4096, 16), (1, 4096, 3), (2, 110, 6)], [(1, 4096, 3), (2, 110, 6)])
 )
@@ -77,6 +78,7 @@ def test_any_mixture_is_answered_as_in_the_plain_order(seed, pages, running):
     assert 0 < ahead.serving.ahead.wasted <= stopped
 
 
+@pytest.mark.slow
 def test_batches_are_those_of_the_plain_order_where_all_end_by_length():
     """So that even numerics which depend on the batch give the same bits, routes of experts included."""
     loaded = tiny("mixtral")
@@ -99,6 +101,7 @@ def test_a_row_for_nobody_is_computed_once_for_each_that_ends_by_its_token():
     idle(e)
 
 
+@pytest.mark.slow
 def test_new_weights_drain_the_step_under_way_and_a_replay_in_the_plain_order_gives_the_same_bits():
     """Weights that change in the middle of answers: every token was drawn under the version that it names."""
     wishes = [ask(prompt(i, 6 + i), key=i, n=20 + i) for i in range(6)]
@@ -131,6 +134,7 @@ def test_new_weights_drain_the_step_under_way_and_a_replay_in_the_plain_order_gi
     assert told(asyncio.run(life(second, lines, 0))) == told(done)
 
 
+@pytest.mark.slow
 def test_an_abort_of_all_returns_what_is_read():
     loaded = aligned("llama", "float32")
     wishes = [ask(prompt(i, 6), key=i, n=30) for i in range(4)]
@@ -151,6 +155,7 @@ def test_an_abort_of_all_returns_what_is_read():
     idle(e)
 
 
+@pytest.mark.slow
 def test_whoever_leaves_while_a_step_is_under_way_takes_nothing_along():
     """One is aborted, one goes away; the others' tokens, the pages and the log know nothing of their last rows."""
     loaded = aligned("llama", "float32")
@@ -172,6 +177,7 @@ def test_whoever_leaves_while_a_step_is_under_way_takes_nothing_along():
     assert e.serving.ahead.wasted == 2
 
 
+@pytest.mark.slow
 def test_a_life_that_ends_is_continued_from_its_log(tmp_path):
     expected = told(asyncio.run(arriving(serving(tmp_path / "plain"), asked(), 0)))
     first = serving(tmp_path / "log", decode_ahead=True)
@@ -232,6 +238,7 @@ class Watched:
         monkeypatch.setattr(runner, "HostCopy", Delayed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", covering(["llama", "mixtral"], ["mixtral"]))
 def test_the_next_step_is_begun_before_the_host_reads_one(monkeypatch, kind):
     loaded = tiny(kind)

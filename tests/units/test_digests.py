@@ -111,6 +111,7 @@ def test_the_digest_is_of_the_bits_not_of_the_memory():
     assert names.tensor_digest(torch.tensor(0.0)) != names.tensor_digest(torch.tensor(-0.0))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     shape=st.lists(st.integers(1, 70), min_size=1, max_size=3),

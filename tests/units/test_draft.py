@@ -53,6 +53,7 @@ def test_the_policy_is_the_same_to_the_bit(dtype):
         assert any(not torch.equal(x, y) for x, y in zip(before, beside.draft.loaded.model.parameters()))
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_mean_cross_entropy_of_what_was_written():
     algo = row()
     b, t = batch(awkward_groups(1), algo), with_draft(lr=0.0)

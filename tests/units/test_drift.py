@@ -156,6 +156,7 @@ def test_the_same_text_in_other_tokens():
     assert drift_kind("a b", "a c", 2, None) == "other"
 
 
+@pytest.mark.slow
 def test_what_is_trained_has_the_logprobs_of_the_context_that_a_server_would_send():
     """Random weights write what no tokenizer would: recorded = recomputed on the prompt that is rendered anew."""
     tok = qwen3()
@@ -188,6 +189,7 @@ def test_what_is_trained_has_the_logprobs_of_the_context_that_a_server_would_sen
     assert kept.drift is not None and kept.drift.at == first_difference(asked[-1], served(ours))
 
 
+@pytest.mark.slow
 def test_an_agent_behind_the_gateway_is_answered_on_what_is_rendered():
     """The branch that its harness could have made itself: rendered whole, with the score of the first."""
     answers = [THOUGHT + "seven", THOUGHT + "eight", "nine"]

@@ -108,6 +108,7 @@ def close(trainer, e):
         way.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "form"),
     covering(
@@ -163,6 +164,7 @@ def test_an_update_has_the_bytes_of_the_format(kind, tmp_path):
     close(trainer, e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "form"),
     covering(

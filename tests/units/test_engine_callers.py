@@ -37,6 +37,7 @@ def test_a_cancelled_caller_leaves_no_page(after):
     assert asyncio.run(main()) == alone
 
 
+@pytest.mark.slow
 def test_callers_that_leave_while_the_device_computes():
     """The device thread reads a request's pages; a caller that leaves in that moment must not pull them away."""
     model, pool = tiny(), ThreadPoolExecutor(1)
@@ -68,6 +69,7 @@ def test_callers_that_leave_while_the_device_computes():
     pool.shutdown()
 
 
+@pytest.mark.slow
 def test_a_pause_that_is_given_up_leaves_the_step_alone():
     model, request = tiny(), ask(prompt(1, 10), key=1, n=30)
 
@@ -91,6 +93,7 @@ def test_a_pause_that_is_given_up_leaves_the_step_alone():
     assert asyncio.run(main()).tokens == asyncio.run(engine(model).generate(request)).tokens
 
 
+@pytest.mark.slow
 def test_a_broken_step_tells_everyone_and_caches_nothing():
     model = tiny()
     trainer = Publisher(model)

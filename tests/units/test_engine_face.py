@@ -22,6 +22,7 @@ def engine():
     engine.close()
 
 
+@pytest.mark.slow
 def test_texts_in_n_samples_of_each_out(engine):
     outs = engine.generate(["3 + 4 =", "Say hello."], rondel.Sampling(n=8, temperature=1.0, max_tokens=12))
     assert [len(row) for row in outs] == [8, 8]

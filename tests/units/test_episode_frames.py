@@ -166,6 +166,7 @@ def test_a_run_says_how_many_actions_are_drawn_at_once(tmp_path):
     assert told('"gone"', {"model_type": "flow_policy", "chunk": 3}) == 3
 
 
+@pytest.mark.slow
 def test_the_dashboard_shows_the_frames_that_the_terminal_writes(tmp_path):
     """Of an episode of CartPole, drawn by a process of its own; what cannot be drawn is a sentence."""
     pytest.importorskip("pygame", reason="pip install pygame-ce")

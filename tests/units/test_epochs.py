@@ -14,6 +14,7 @@ ROW = {"kl": {"coef": 0.05}, "surrogate": {"high": 0.28}}
 HOW = {"lr": 1e-2, "micro_tokens": 40}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("updates", [1, 2])
 def test_two_epochs_are_two_passes_written_out(updates):
     algo = row("grpo", **ROW)

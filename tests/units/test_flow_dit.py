@@ -60,6 +60,7 @@ def test_its_velocity_is_that_of_the_paper():
     assert torch.allclose(model(x, sigma, condition), wanted, rtol=0, atol=1e-10) and wanted.std() > 0.1
 
 
+@pytest.mark.slow
 def test_an_image_has_the_same_bits_alone_and_in_company():
     """Of the size of recipes/digits.toml, with and without a gradient; then chains in the engine."""
     model = flow(random="flow_dit", hidden_size=64, num_hidden_layers=3).model

@@ -66,6 +66,7 @@ class PerPromptStats:
         return np.clip(out, -10, 10)
 
 
+@pytest.mark.slow
 def test_ddpo_compares_a_prompt_with_what_it_has_earned_so_far(tmp_path):
     """Over five steps of a trainer, and one behind a checkpoint: a prompt that comes twice in a step, one that is rare."""
     row = replace(DDPO, advantage=PromptNorm(window=6, least=5))

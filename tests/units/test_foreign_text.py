@@ -265,6 +265,7 @@ DOORS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("door", DOORS)
 def test_text_stays_text(door, text):

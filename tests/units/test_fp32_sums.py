@@ -108,6 +108,7 @@ def test_the_stream_is_fp32_behind_every_layer_and_what_is_rounded_is_not():
         assert logprobs_of(copy, prompt(3, 9)) == logprobs_of(loaded, prompt(3, 9))
 
 
+@pytest.mark.slow
 def test_engine_and_trainer_are_nearer_and_the_alarm_is_set_by_the_noise():
     """A healthy run is silent under both, one whose engine has older weights is not."""
     near, far = gap(model("fast")), gap(model("rounded"))

@@ -39,6 +39,7 @@ def plain(monkeypatch):
     monkeypatch.setattr(fp8, "choose_kernel", lambda *given: KernelChoice(False, "compared"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 128])
 @pytest.mark.parametrize("shape", [(130, 200), (128, 128), (3, 33), (2, 40, 72), (0, 5)], ids=str)
 def test_codes_scales_and_numbers_are_bit_for_bit_those_of_the_plain_code(plain, rows, shape):
@@ -66,6 +67,7 @@ def test_every_code_is_decoded_and_found_again(plain):
     assert torch.equal(bits(again)[:, :127], codes[:, :127]) and torch.equal(same_scale, scale)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter counts")
 @pytest.mark.parametrize("rows", [1, 128])
 def test_a_weight_is_read_once_and_written_once(rows):

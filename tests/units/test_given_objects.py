@@ -25,6 +25,7 @@ def _forgotten():
     registry.GIVEN.clear()
 
 
+@pytest.mark.slow
 def test_a_closure_a_lambda_and_an_object_are_rewards_and_filters_of_a_run(tmp_path):
     wanted, seen = 0.25, []
 

@@ -97,6 +97,7 @@ def mask(loaded, constraint, drawn):
 SENTENCES = ["red", "reddish", "true", "abba", "ab ab", "the blue", '{"age": 17}', "123", "12", "é漢", "a"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loaded", [MODEL, WORDS], ids=["characters", "bytes"])
 @pytest.mark.parametrize("kind", ["regex", "grammar"])
 def test_the_mask_is_that_of_brute_force(loaded, kind):

@@ -142,6 +142,7 @@ def test_who_is_broken_or_scored_by_the_world_is_not_in_the_call(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_is_graded_by_group(tmp_path):
     run(tmp_path, task__reward="kits.group_rewards:Together", loop__steps=2, task__eval__every=2, task__eval__samples=3)
     rewards = [event["rewards"] for event in events(tmp_path, "GroupFinished") if event["rewards"]]

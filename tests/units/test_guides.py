@@ -68,6 +68,7 @@ def test_luffy_learns_a_task_on_which_the_policy_earns_nothing():
     assert probability(loaded) > 0.5
 
 
+@pytest.mark.slow
 def test_without_demonstrations_the_same_task_moves_nothing():
     loaded, grpo = model(), row("grpo")
     t = trainer(loaded, grpo, lr=3e-3)

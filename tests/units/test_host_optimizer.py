@@ -31,6 +31,7 @@ def weights_of(t: LocalTrainer) -> list[torch.Tensor]:
     return [x.detach() for owner in owners for x in (*owner.compute, *owner.masters)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, dtype",
     [("adamw", "float32"), ("adamw", "float16"), ("adamw_8bit", "bfloat16"), ("muon", "bfloat16"), ("muon", "float32")],
@@ -48,6 +49,7 @@ def test_steps_have_the_same_bits(dtype, kind):
     assert all(p.grad is None for p in compute), "each gradient has left"
 
 
+@pytest.mark.slow
 def test_a_critic_and_an_adapter_too():
     algo = row("ppo")
     plain, host = pair("float32", algo)
@@ -65,6 +67,7 @@ def test_a_critic_and_an_adapter_too():
     assert all(map(torch.equal, *moved))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_is_that_of_a_plain_trainer_and_goes_on_in_either(tmp_path, dtype):
     algo = row("grpo")
@@ -98,6 +101,7 @@ def test_asleep_or_awake_the_host_keeps_what_it_has():
     assert step(t, batch(awkward_groups(1), algo), algo).stepped
 
 
+@pytest.mark.slow
 def test_gradients_of_several_micro_batches_add_up():
     algo = row("grpo")
     plain, host = pair("bfloat16", algo)

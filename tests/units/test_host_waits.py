@@ -8,6 +8,7 @@ import rondel.train.step as step_module
 from kits.host_waits import DeviceTensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, more", [("grpo", {"entropy": {"coef": 0.01}}), ("gspo", {}), ("dapo", {})])
 def test_the_host_waits_once_a_micro_batch(monkeypatch, kind, more):
     row = kit.row(kind, **more)

@@ -155,6 +155,7 @@ def test_the_wheel_brings_templates_recipes_examples_and_benchmarks(tmp_path):
     assert not [name for name in inside if name.startswith(("tests/", "docs/")) or name.endswith(".pyc")]
 
 
+@pytest.mark.slow
 def test_completion_knows_verbs_and_recipes():
     def complete(words):
         env = os.environ | {"_RONDEL_COMPLETE": "complete_bash", "COMP_WORDS": words}

@@ -46,6 +46,7 @@ def test_threads_are_waited_for_and_all_is_written(tmp_path):
     assert (text.read_text(), raw.read_bytes()) == ("text", b"raw")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "taken_apart"), [(["-m", "rondel"], ""), (["-m", "cProfile", "-m", "rondel"], "taken apart\n")]
 )
@@ -69,6 +70,7 @@ def test_output_that_could_not_be_written_is_told(tmp_path):
     assert (tmp_path / "text").read_text() == "text"
 
 
+@pytest.mark.slow
 def test_nothing_collects_while_a_module_is_imported(tmp_path, monkeypatch):
     (tmp_path / "large_module_of_a_test.py").write_text(
         "import gc\ncollects = gc.isenabled()\nkept = [[] for _ in range(2000)]\n"

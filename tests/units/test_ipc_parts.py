@@ -32,6 +32,7 @@ def ends():
     assert left_behind() == before
 
 
+@pytest.mark.slow
 def test_the_same_bits_arrive_while_segments_take_turns(ends):
     trainer, e, sync = ends
 

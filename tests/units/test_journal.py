@@ -33,6 +33,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
 @given(TREES)
 def test_decode_is_the_inverse_of_encode_and_the_text_is_strict_json(tree):

@@ -133,6 +133,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 def test_logits_exist_as_tiles_and_chunks(monkeypatch):
     """As tiles in the forward pass, five tokens at a time in the backward pass, which changes next to nothing."""
     hidden, target, head = setup()
@@ -145,6 +146,7 @@ def test_logits_exist_as_tiles_and_chunks(monkeypatch):
     assert seen.numbers == V * D < T * V  # the gradient of the head
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter counts")
 @pytest.mark.parametrize("dtype", covering(FLOATS[:2], [torch.float16]))  # whose bytes are not those of the sums
 def test_bytes_moved_are_those_of_the_formula(dtype, monkeypatch):

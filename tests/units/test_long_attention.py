@@ -53,6 +53,7 @@ def test_blocks_attend_as_one_call(monkeypatch, name, long):
         assert torch.allclose(blocked, layout.attend(0, q, k, v, rule), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, recompute",
     [("llama", "none"), ("llama", "layers"), ("gemma2", "layers"), ("gpt_oss", "none"), ("deepseek_v32", "layers")],

@@ -87,6 +87,7 @@ print(before, full, resident_memory()["rss"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings")
 def test_a_controller_gives_large_arrays_back():
     """Also those that lie below one that lives."""

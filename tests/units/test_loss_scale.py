@@ -94,6 +94,7 @@ def test_the_other_updates_of_a_step_are_taken_and_the_step_tells_how_many_were_
     assert any("1 of 2 updates had a gradient beyond float16" in text for text in told)
 
 
+@pytest.mark.slow
 def test_what_is_not_a_number_at_any_scale_is_named_and_ends_the_run() -> None:
     algo = row("grpo")
     t = trainer(model(dtype="float16"), algo, max_bad_steps=2)
@@ -110,6 +111,7 @@ def test_what_is_not_a_number_at_any_scale_is_named_and_ends_the_run() -> None:
     assert step(broken, batch(awkward_groups(), algo), algo).note.startswith("logprob: not finite for")
 
 
+@pytest.mark.slow
 def test_a_loaded_trainer_goes_on_bit_for_bit_with_its_scale(tmp_path) -> None:
     algo = row("ppo")
     t, other = trainer(model(dtype="float16"), algo), trainer(model(dtype="float16"), algo)
@@ -134,6 +136,7 @@ def test_an_adapter_over_float16_is_scaled_and_other_precisions_are_not() -> Non
     assert all(trainer(model(dtype=dtype)).weights.loss_scale is None for dtype in ("float32", "bfloat16"))
 
 
+@pytest.mark.slow
 def test_the_engine_and_the_trainer_agree_better_than_in_bfloat16() -> None:
     """Mean |trainer - engine| of the tokens that an engine drew, by precision."""
     apart = {}
@@ -163,6 +166,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path) -> None:
     assert events(parts, "Resumed")
 
 
+@pytest.mark.slow
 def test_a_step_that_overflowed_is_booked_with_its_reason(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(loss_scale, "FIRST", 2.0**40)
     run(tmp_path, model__dtype="float16", loop__steps=2, loop__warmup__steps=0)

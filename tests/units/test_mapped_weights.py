@@ -78,6 +78,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         MappedWeights(layers(8, 1), layers(8, 1).parameters(), tmp_path / "file" / "folder")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_trainer_with_a_mapped_reference_trains_the_same_bits(tmp_path, monkeypatch, dtype):
     """Two steps with a KL to the reference and the KL to the start that a step shows: equal weights and metrics."""

@@ -46,6 +46,7 @@ def gradient(b: TrainBatch, algo, **settings) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()])
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_weighted_sum_of_each_row_on_its_own_samples():
     b, mixture = mixed()
     whole = gradient(b, mixture)

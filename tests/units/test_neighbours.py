@@ -90,6 +90,7 @@ def test_under_a_quota_neighbours_are_who_shares_it(tmp_path, shared, monkeypatc
     watch.close()
 
 
+@pytest.mark.slow
 def test_what_this_process_computes_is_not_of_others():
     mine, others, total = time.process_time(), seconds_of_others(), time.monotonic()
     while time.process_time() < mine + 0.3:

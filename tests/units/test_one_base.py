@@ -174,6 +174,7 @@ def snapshot(name: str, loaded: LoadedModel) -> AdapterWeights:
     return adapter_weights(name, loaded)
 
 
+@pytest.mark.slow
 def test_requests_of_all_policies_are_decoded_together_with_the_weights_of_the_last_update():
     """Twelve requests in one batch, against merged modules one by one, before and after the trainers have moved."""
     e, policies, plain = two_on_one_base()

@@ -87,6 +87,7 @@ def test_what_is_planned_is_what_is_held(kind) -> None:
     assert inner <= planned < 8 if kind != "adamw" else planned == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loaded_trainer_goes_on_bit_for_bit(tmp_path, kind, dtype) -> None:

@@ -34,6 +34,7 @@ def weights(trainer):
     return np.concatenate([m.detach().float().flatten().numpy() for m in trainer._trainer.weights.masters])
 
 
+@pytest.mark.slow
 def test_two_halves_are_the_step_of_a_run_and_what_is_added_up_is_the_sum():
     with small() as by_hand, small() as whole, small() as in_parts:
         answers = by_hand.sample(ASK, SAMPLING)
@@ -57,6 +58,7 @@ def test_two_halves_are_the_step_of_a_run_and_what_is_added_up_is_the_sum():
         assert by_hand.version == 1 and by_hand.sample(ASK[:1], SAMPLING)[0][0].versions[-1] == 1
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_with_equal_bits_and_the_model_is_saved(tmp_path):
     from transformers import AutoModelForCausalLM
 

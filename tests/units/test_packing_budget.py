@@ -2,11 +2,14 @@
 
 import asyncio
 
+import pytest
+
 from kits.train import awkward_groups, batch, model, row, step, trainer
 from rondel.train import annotate as notes
 from rondel.train import step as module
 
 
+@pytest.mark.slow
 def test_a_large_group_stays_whole(monkeypatch):
     """Samples of each micro-batch: without room for a group its prompt is in several; the gradient is the same."""
     algo = row("grpo")
@@ -35,6 +38,7 @@ def test_a_large_group_stays_whole(monkeypatch):
     assert abs(norms[2] - norms[0]) <= 1e-6 * norms[0]
 
 
+@pytest.mark.slow
 def test_what_is_packed_follows_from_its_batch_and_from_no_earlier_step(monkeypatch):
     """Law 9: a run that goes on annotates its first batch as one that was never interrupted."""
     algo, seen, found = row("grpo"), [], notes.micro_batches

@@ -132,6 +132,7 @@ def test_killed_between_and_within_stages_it_ends_with_the_same_bits(file, whole
         assert record.stages[name]["held_out"] == known["held_out"] and record.stages[name]["steps"] == known["steps"]
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_skipped_and_tabled(file, whole):
     record, told = run(file, whole, start=refuse_start)
     assert len(told) == 4 and all("(done before)" in line for line in told)

@@ -133,6 +133,7 @@ def test_devices_have_sources_and_plausible_figures():
     ]
 
 
+@pytest.mark.slow
 def test_it_starts_without_torch():
     program = (
         "import sys, rondel.cli as cli\n"

@@ -29,6 +29,7 @@ print(*held)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(process_memory._glibc() is None, reason="glibc's heap")
 def test_freed_memory_goes_back_where_it_is_much():
     """4,000 blocks of 0.1 MB, every second one freed: holes, which only a trim gives back."""
@@ -38,6 +39,7 @@ def test_freed_memory_goes_back_where_it_is_much():
     assert given_back < full - (150 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(process_memory._glibc() is None, reason="glibc's heap")
 def test_bytes_of_the_heap():
     """A block of 64 MB is used while it lives. Before a mapping of its own is taken, the heap is asked for it."""

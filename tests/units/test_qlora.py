@@ -243,6 +243,7 @@ def logprobs_of(model, tokens: list[int]) -> list[float]:
     return logp.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
 
 
+@pytest.mark.slow
 def test_peft_loads_the_adapter_over_a_base_of_bitsandbytes(tmp_path):
     peft = pytest.importorskip("peft")
     pytest.importorskip("accelerate")
@@ -311,6 +312,7 @@ def bytes_of(loaded: LoadedModel) -> int:
 # -- what travels and is stored ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_only_the_adapter_travels_and_another_base_is_refused():
     sender, mine = packed(), noise(packed(), size=0.0)
     manifest = names.build_manifest(sender.model, 1)

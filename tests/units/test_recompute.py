@@ -74,6 +74,7 @@ def test_the_gradient_of_every_family_is_the_plain_one(kind, monkeypatch):
     assert apart(gradient_now(), plain) <= 1e-6 and calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FEW)
 def test_the_gradient_of_a_trainer_is_the_plain_one(kind):
     algo = row("grpo")

@@ -49,6 +49,7 @@ async def ask_until(over: asyncio.Event, generate) -> int:
 VERBS = ["generate", "status", "Begin", "Route", "pause", "Commit", "resume", "score", "Abort"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("engines", [1, 2])

@@ -59,6 +59,7 @@ def play(task, *turns, env=None, **settings):
     return trajectory, read_by_policy(policy)
 
 
+@pytest.mark.slow
 @needs_walls
 def test_a_policy_reads_edits_tests_and_is_graded_by_hidden_tests(tmp_path):
     sums_task(tmp_path / "one")
@@ -81,6 +82,7 @@ def test_a_policy_reads_edits_tests_and_is_graded_by_hidden_tests(tmp_path):
         assert said in read_text, said
 
 
+@pytest.mark.slow
 @needs_walls
 def test_mistakes_are_read_without_our_tracebacks_and_long_output_is_cut(tmp_path):
     plain_task(tmp_path)
@@ -107,6 +109,7 @@ def test_mistakes_are_read_without_our_tracebacks_and_long_output_is_cut(tmp_pat
     assert "Traceback" not in text and "rondel" not in text.replace("/tmp/.rondel", "") and t.score.value == 0.0
 
 
+@pytest.mark.slow
 @needs_walls
 def test_tests_and_what_stands_in_for_them_are_restored_and_counted(tmp_path):
     """A policy that makes tests pass, and not the code."""
@@ -219,6 +222,7 @@ pathlib.Path(name).write_text(ask("What should be in it? It has:\\n" + pathlib.P
 '''
 
 
+@pytest.mark.slow
 @needs_walls
 def test_a_command_line_agent_works_in_the_box_and_asks_the_policy_over_http(tmp_path):
     pytest.importorskip("starlette")
@@ -253,6 +257,7 @@ class CountedBoxes(Sandbox):
         return do(*what, **how)
 
 
+@pytest.mark.slow
 @needs_walls
 def test_an_episode_of_an_agent_asks_its_boxes_no_more_than_it_must(tmp_path):
     """Its files in one go and what became of them in one; hidden files come with the others into the fresh box."""
@@ -266,6 +271,7 @@ def test_an_episode_of_an_agent_asks_its_boxes_no_more_than_it_must(tmp_path):
     assert env.sandbox.told == [["call", "begin", "call"], ["call", "run"]]
 
 
+@pytest.mark.slow
 @needs_walls
 def test_an_agent_that_waits_for_the_policy_holds_nobody_up(tmp_path):
     """Not even where the event loop has one thread: another episode ends and is graded meanwhile."""
@@ -298,6 +304,7 @@ def test_an_agent_that_waits_for_the_policy_holds_nobody_up(tmp_path):
     assert [found[0].score.value for found in asyncio.run(run_both())] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 @needs_walls
 def test_what_looks_after_the_files_imports_nothing_of_the_box(tmp_path):
     plain_task(tmp_path)

@@ -112,6 +112,7 @@ def test_format():
         build_reward("format")
 
 
+@pytest.mark.slow
 def test_reasoning_gym_uses_the_scorer_of_the_data_set():
     gym = pytest.importorskip("reasoning_gym")
     entry = gym.create_dataset("countdown", size=1, seed=1)[0]

@@ -194,6 +194,7 @@ def common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2), st.lists(st.integers(0, 1), max_size=12)), max_size=12))
 def test_what_a_replica_knows_of_a_prompt_is_its_longest_beginning_in_whole_blocks(acts):

@@ -72,6 +72,7 @@ def test_every_token_that_was_computed_has_its_route(kind, how):
         assert (np.sort(out.experts, -1) == own_routes(loaded, stream)[:-1]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rounding"),
     covering(

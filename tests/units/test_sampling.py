@@ -323,6 +323,7 @@ def text_of(tokens):
     return MODEL.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_stop_strings_end_a_sample_across_tokens():
     p = prompt(8, 9)
     free = asyncio.run(engine(MODEL).generate(ask(p, key=1, n=30)))
@@ -349,6 +350,7 @@ def test_a_stop_string_may_begin_in_a_continuation_and_not_end_there():
     assert asyncio.run(engine(MODEL).generate(over)).tokens == free.tokens[13:]
 
 
+@pytest.mark.slow
 def test_min_tokens_forbids_ends_and_passes_over_early_stop_strings():
     """As in vLLM: ends are masked, so the logprob is that of what is left; strings cannot be masked."""
     model, p = tiny(), prompt(8, 9)

@@ -252,6 +252,7 @@ class BoxOfThisMachine:
     def kill(self): ...
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(relay, "PLACE", str(tmp_path / "left-relay"))
     (read_in, write_in), (read_out, write_out) = os.pipe(), os.pipe()
@@ -264,6 +265,7 @@ def test_a_program_that_ends_leaves_no_file(tmp_path, monkeypatch):
         os.close(fd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("provider", ["e2b", "daytona", "kubernetes"])
 def test_a_box_of_a_service(provider, service, tmp_path):
     Service.flaky = 2  # what may pass by is asked for again
@@ -318,6 +320,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_left_is_ended_by_the_next(service, tmp_path):
     done = subprocess.run([sys.executable, "-c", LEAVES, service], capture_output=True, text=True)
     assert done.returncode == -9 and list(Service.boxes) == [done.stdout.strip()], done.stderr

@@ -151,6 +151,7 @@ def test_rondel_check_plays_gold_with_the_searches_that_it_stands_on(corpus):
     assert found["reward: failures"].message == "the reward answered all 6 calls"
 
 
+@pytest.mark.slow
 def test_rondel_check_warns_of_gold_that_cannot_reach_the_maximum(corpus):
     from rondel.generate.envs.search import Search
 

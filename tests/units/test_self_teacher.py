@@ -89,6 +89,7 @@ def test_the_policy_reads_the_context_and_scores_the_same_answer(micro_tokens, s
     assert torch.allclose(known.advantages, known.teacher - known.behavior, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["opsd", "sdft"])
 def test_whole_distributions_are_compared_with_what_it_would_have_said(kind):
     """The gradient against autograd through written-out logits: only the policy's side has one."""

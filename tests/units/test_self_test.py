@@ -81,6 +81,7 @@ def test_the_layout_is_checked_with_all_else(tmp_path):
     ].message
 
 
+@pytest.mark.slow
 def test_each_answer_that_was_drawn_passes_once(tmp_path, monkeypatch):
     """The steps share the groups out; where there are fewer groups than steps, the others take them all."""
     stepped, seen = LocalTrainer.step, []
@@ -99,6 +100,7 @@ def test_each_answer_that_was_drawn_passes_once(tmp_path, monkeypatch):
     assert not failing(tmp_path / "few") and [len(one) for one in seen] == [2, 2, 4]
 
 
+@pytest.mark.slow
 def test_weights_that_move_are_found(tmp_path, monkeypatch):
     stepped = MasterWeights.step
 

@@ -89,6 +89,7 @@ def test_every_number_of_a_model_that_sees_is_counted(tmp_path):
         assert model_shape(str(tmp_path / kind)).parameter_count == exact
 
 
+@pytest.mark.slow
 def test_what_an_image_costs_is_what_the_tower_computes_and_keeps():
     """Arithmetic against torch's own counter; activations that are kept, in bytes of saved
     tensors, within what fusing them leaves open.
@@ -196,6 +197,7 @@ def test_the_cache_is_as_large_as_the_model_writes():
     assert llama.kv_bytes() == llama.trained_kv_bytes() == 8 * llama.kv_bytes(tensor=8)
 
 
+@pytest.mark.slow
 def test_the_record_of_experts_and_chosen_keys_is_as_large_as_engine_and_trainer_keep_it():
     """A token's, where indexers choose (more pages than keys that one chooses), where none needs to, and without any."""
     import asyncio
@@ -242,6 +244,7 @@ def test_the_plan_bills_the_record_where_it_lies():
     assert {"routes of cached tokens", "routes of a step", "replayed routes"} <= cpu.rows.keys()
 
 
+@pytest.mark.slow
 def test_the_cache_is_as_large_as_the_engine_keeps():
     """Bytes of the pools after a request, a page: grouped heads, one head for each query, latents, a
     sliding window (all kept).

@@ -29,6 +29,7 @@ def goal_of(task):
 # -- the database ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_database_is_of_realistic_size_and_agrees_with_itself():
     shop = database()
     assert len(shop.products) >= 2000 and len(shop.users) >= 1000 and len(shop.orders) >= 5000

@@ -88,6 +88,7 @@ def test_a_reply_that_is_cut_ends_the_episode():
     assert found.score.value == 0.0 and len(engine.requests) == 1
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_the_recipe_reads(folder):
     assert open_database(folder).digest == database().digest
     found = load_tasks(

@@ -142,6 +142,7 @@ def server():
     one.server_close()
 
 
+@pytest.mark.slow
 def test_a_model_at_an_address_plays_the_user(server):
     speech, tok = PlainSpeech(), tokenizer("chatml")
     shop = Shop(database(), user=server, user_model="m")

@@ -169,6 +169,7 @@ def test_what_cannot_be_shown_is_said(monkeypatch, search):
         played(monkeypatch, Broken(), QUESTIONS[:1])
 
 
+@pytest.mark.slow
 def test_a_run_shows_trains_and_measures(tmp_path):
     """The tiny recipe: every prompt begins with the same two sums, none of which is trained or held out."""
     changes = {"task.env": {"kind": "single_turn", "shots": 2}, "loop.steps": 1, "loop.warmup.steps": 1}

@@ -123,6 +123,7 @@ def test_look_ups_change_no_token(temperature, k):
             assert c.logprobs == pytest.approx(stated[len(request.tokens) - 1 :], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", covering(["gemma3_text", "gpt2"], ["gemma3_text"]))
 def test_windows_and_other_families(kind):
     how = {
@@ -546,6 +547,7 @@ def test_what_the_draft_knows_is_what_it_would_compute(pages):
     quiet(e)
 
 
+@pytest.mark.slow
 def test_a_draft_whose_numbers_overflow_costs_its_guesses_and_nothing_else():
     requests = [ask(prompt(i, 12), key=i, n=20) for i in range(4)]
     plain = asyncio.run(all_of(engine(MODEL), requests))

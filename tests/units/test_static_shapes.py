@@ -75,6 +75,7 @@ def test_padding_changes_no_gradient(kind, algo):
     assert told["train/shapes"] == 2 and told["train/padding_share"] > 0.1
 
 
+@pytest.mark.slow
 def test_padding_enters_no_figure():
     plain = step(trainer(model(), FULL, micro_tokens=40), batch(awkward_groups(), FULL), FULL).metrics
     static = step(static_trainer(lr=1e-3), batch(awkward_groups(), FULL), FULL).metrics
@@ -142,6 +143,7 @@ def recorded_trainer(record=Recording):
     return t
 
 
+@pytest.mark.slow
 def test_recorded_passes_are_those_that_were_not_recorded():
     """One recording a shape, of new numbers in the same buffers; and another where weights have moved."""
     Recording.made, t = 0, recorded_trainer()

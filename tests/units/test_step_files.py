@@ -6,11 +6,14 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 import rondel
 from kits.runs import run
 from rondel.core.events import StepDone, subscribe
 
 
+@pytest.mark.slow
 def test_files_of_a_steady_step(tmp_path, monkeypatch):
     source, seen = str(Path(rondel.__file__).parent), set()
     monkeypatch.setattr(threading, "_profile_hook", None)

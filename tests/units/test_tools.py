@@ -262,6 +262,7 @@ class Speechless(Exception):
         raise ValueError
 
 
+@pytest.mark.slow
 def test_whatever_a_policy_makes_a_tool_do_it_reads_and_no_run_ends():
     """Its arguments choose the path, the size and the end: otherwise it could have its episode left out of training."""
 

@@ -98,6 +98,7 @@ meshes = st.builds(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(mesh=meshes, tp=st.sampled_from((1, 2, 4)), names=st.sets(st.sampled_from(sorted(WEIGHTS)), min_size=1),
        most=st.integers(8, 400))  # fmt: skip

@@ -59,6 +59,7 @@ def close(trainer, e):
         way.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["publish", "receive"])
 def test_what_fails_goes_another_way_and_nothing_is_lost(tmp_path, end):
     broken = partial(Broken, **{f"{end}es" if end == "publish" else "receives": 2})
@@ -129,6 +130,7 @@ def test_what_no_other_way_could_carry_is_an_error_at_once(tmp_path):
     close(trainer, e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["the next step", "a checkpoint"])
 def test_beside_a_step_the_version_after_goes_another_way(tmp_path, then):
     """The trainer has gone on: engines keep the version before, groups are born at it, and get the next that there is."""

@@ -202,6 +202,7 @@ def a_tensor_at_a_time(monkeypatch):
     monkeypatch.setattr(weight_receiver, "SLICE", -1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holds", ["commit", "begin"])
 def test_an_update_holds_in_every_order_with_one_fault(holds):
     found = explore(one_update(holds), faults=1)

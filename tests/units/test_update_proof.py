@@ -198,6 +198,7 @@ def implies(a, b):
     return ~a | b
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", covering([1, 2, 3], [2]))  # a third is cut as the second was
 def test_what_two_boxes_share_is_what_both_have(dims):
     (mine, sizes), (other, others) = block_of("mine", dims), block_of("other", dims)
@@ -210,6 +211,7 @@ def test_what_two_boxes_share_is_what_both_have(dims):
             path.prove(implies(has(box, point), equal(zip(lies_at(box, point), lies_at(mine, point)))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", covering([1, 2, 3], [2]))
 def test_a_box_without_another_is_each_other_point_once(dims):
     (mine, sizes), (other, others) = block_of("mine", dims), block_of("other", dims)
@@ -223,6 +225,7 @@ def test_a_box_without_another_is_each_other_point_once(dims):
             path.prove(implies(has(piece, point), equal(zip(lies_at(piece, point), lies_at(mine, point)))))
 
 
+@pytest.mark.slow
 def test_a_plan_copies_every_number_once_from_where_it_lies():
     """Two holders of any boxes of a vector, which may overlap, and a taker of another one."""
     wanted, sizes = block_of("wanted", 1)

@@ -328,6 +328,7 @@ def test_a_sample_that_was_given_back_in_between_has_its_first_routes(tmp_path):
     assert np.array_equal(again.experts, whole.experts)
 
 
+@pytest.mark.slow
 def test_a_long_log_is_read_in_little_memory(folder):
     """Nothing but where its blocks are when it opens; 16 bytes a token once a sample asks, and the sample's own tokens."""
     steps, each = 2000, 50

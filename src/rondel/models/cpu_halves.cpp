@@ -1,7 +1,7 @@
-// The two halves of a dense decoder's layer around its attention, forward and backward, in bfloat16 over a residual
-// stream in fp32: norm and the products of q, k and v; then the output product, sum, norm, gate and up, silu(g) · u, the
+// The two halves of a dense decoder's layer around its attention, forward and backward, in bfloat16 or float32 over a
+// residual stream in fp32: norm and the products of q, k and v; then the output product, sum, norm, gate and up, silu(g) · u, the
 // down product, sum. Each is one call and one team of threads. Weights are taken as they lie: a thread puts 32 outputs of
-// them into a panel of its own (cpu_pairs.h) and multiplies it with some hundred rows. Gradients of weights are added to
+// them into a panel of its own (cpu_tiles.h) and multiplies it with some hundred rows. Gradients of weights are added to
 // fp32 sums where they are computed, never rounded. layer_halves.py calls this; it rounds where the modules do.
 
 #include "cpu_panels.h"
@@ -10,12 +10,13 @@ namespace {
 
 constexpr int64_t MOST_ROWS = 384;  // that are multiplied with one panel
 constexpr int64_t CHUNK = 32;       // tiles of outputs of a weight's gradient over one panel
+constexpr int64_t CHAIN = 512;      // words of a column whose products are one sum
 constexpr int64_t NORM_ROWS = 64;   // of a norm whose share of the weight's gradient is summed one after the other
 
-struct Product {  // addresses; 0 for what is not there
-    const bf16 *weight;  // [width, in]
+template <class T> struct Product {  // addresses; 0 for what is not there
+    const T *weight;  // [width, in]
     const float *bias;
-    bf16 *out;          // [rows, width], or the gradient of it
+    T *out;             // [rows, width], or the gradient of it
     float *total;       // [width, in], to which the weight's gradient is added
     int64_t width;
 };
@@ -26,46 +27,53 @@ inline int64_t blocks_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_RO
 
 // `use(first row, rows, panel, sums [rows, WIDTH])` of x [rows, in] and `count` panels, which `put(panel, to)` fills, on
 // the threads of the region, which do not wait for each other at its end
-template <class Put, class Use>
-inline void multiply(const bf16 *x, int64_t rows, int64_t in, int64_t count, std::vector<bf16> &room, const Put &put, const Use &use) {
+template <class T, class Put, class Use>
+inline void multiply(const T *x, int64_t rows, int64_t in, int64_t count, std::vector<T> &room, const Put &put, const Use &use) {
     int64_t blocks = blocks_of(rows);
-    bf16 *panel = aligned_room(room, in * WIDTH);
+    T *panel = aligned_room(room, in * WIDTH);
 #pragma omp for schedule(dynamic) nowait
     for (int64_t job = 0; job < blocks * count; job++) {
         int64_t p = job % count, first = job / count * rows / blocks, end = (job / count + 1) * rows / blocks;
-        alignas(64) float sums[PAIR_TILE * WIDTH];
+        alignas(64) float sums[TILE * WIDTH];
         put(p, panel);
-        for (int64_t left = (end - first + PAIR_TILE - 1) / PAIR_TILE; left; left--) {
+        for (int64_t left = (end - first + TILE - 1) / TILE; left; left--) {
             int64_t some = (end - first) / left;
-            pair_rows(some, x + first * in, in, panel, in / 2, sums);
+            row_sums(some, x + first * in, in, panel, in / JOINED<T>, sums);
             use(first, some, p, sums);
             first += some;
         }
     }
 }
 
-// grad [rows, step], of which `width` columns -> [tiles, pairs of rows, PAIR_TILE, 2], filled up with zeros
-inline void put_gradient(const bf16 *grad, int64_t step, int64_t rows, int64_t width, bf16 *to) {
-    int64_t pairs = (rows + 1) / 2;
-    constexpr int64_t SOME = 16;  // pairs: their rows stay near while all tiles take their share
+// grad [rows, step], of which `width` columns -> [tiles, words, TILE, JOINED], filled up with zeros
+template <class T> inline void put_gradient(const T *grad, int64_t step, int64_t rows, int64_t width, T *to) {
+    int64_t words = words_of<T>(rows);
+    constexpr int64_t SOME = 16;  // words: their rows stay near while all tiles take their share
 #pragma omp for schedule(static)
-    for (int64_t from = 0; from < pairs; from += SOME) put_tiles(grad, step, rows, width, from, std::min(pairs, from + SOME), to);
+    for (int64_t from = 0; from < words; from += SOME) put_tiles(grad, step, rows, width, from, std::min(words, from + SOME), to);
 }
 
 // total [width, in] += gradᵀ x, for a gradient from `put_gradient` and x [rows, in]; ends without waiting
-inline void add_weight_gradient(const bf16 *grad, const bf16 *x, int64_t rows, int64_t width, int64_t in, float *total,
-                                std::vector<bf16> &room) {
-    int64_t pairs = (rows + 1) / 2, tiles = tiles_of(width), chunks = (tiles + CHUNK - 1) / CHUNK, count = panels_of(in);
-    bf16 *panel = aligned_room(room, pairs * 2 * WIDTH);
+template <class T>
+inline void add_weight_gradient(const T *grad, const T *x, int64_t rows, int64_t width, int64_t in, float *total,
+                                std::vector<T> &room) {
+    constexpr int64_t J = JOINED<T>;
+    int64_t words = words_of<T>(rows), tiles = tiles_of(width), chunks = (tiles + CHUNK - 1) / CHUNK, count = panels_of(in);
+    T *panel = aligned_room(room, words * J * WIDTH);
 #pragma omp for schedule(dynamic) nowait
     for (int64_t job = 0; job < chunks * count; job++) {
         int64_t p = job % count, columns = std::min(WIDTH, in - p * WIDTH), chunk = job / count;
         put_rows(x + p * WIDTH, in, rows, columns, panel);
         for (int64_t tile = chunk * tiles / chunks; tile < (chunk + 1) * tiles / chunks; tile++) {
-            alignas(64) float sums[PAIR_TILE * WIDTH];
-            pair_tile<PAIR_TILE, 2 * PAIR_TILE>(grad + tile * pairs * 2 * PAIR_TILE, 2, panel, pairs, sums);
-            for (int64_t r = 0; r < std::min(PAIR_TILE, width - tile * PAIR_TILE); r++) {
-                float *to = total + (tile * PAIR_TILE + r) * in + p * WIDTH;
+            alignas(64) float sums[TILE * WIDTH], more[TILE * WIDTH];
+            const T *own = grad + tile * words * J * TILE;
+            tile_sums<T, TILE, TILE>(own, J, panel, std::min(words, CHAIN), sums);
+            for (int64_t k = CHAIN; k < words; k += CHAIN) {
+                tile_sums<T, TILE, TILE>(own + k * J * TILE, J, panel + k * J * WIDTH, std::min(words - k, CHAIN), more);
+                for (int64_t i = 0; i < TILE * WIDTH; i++) sums[i] += more[i];
+            }
+            for (int64_t r = 0; r < std::min(TILE, width - tile * TILE); r++) {
+                float *to = total + (tile * TILE + r) * in + p * WIDTH;
                 if (columns == WIDTH)
                     for (int64_t i = 0; i < WIDTH; i++) to[i] += sums[r * WIDTH + i];
                 else
@@ -80,53 +88,55 @@ template <class Use> inline void each_row(int64_t first, int64_t some, int64_t p
     for (int64_t r = 0; r < some; r++) use(first + r, p * WIDTH, sums + r * WIDTH, std::min(WIDTH, width - p * WIDTH));
 }
 
-inline void put_product(const Product &one, int64_t in, int64_t p, bf16 *panel) {
+template <class T> inline void put_product(const Product<T> &one, int64_t in, int64_t p, T *panel) {
     for (int64_t half = 0; half < 2; half++) {
         int64_t at = p * WIDTH + half * HALF, count = std::max<int64_t>(0, std::min(HALF, one.width - at));
-        put_outputs(one.weight + (count ? at * in : 0), in, count, panel + half * HALF * 2);
+        put_outputs(one.weight + (count ? at * in : 0), in, count, panel + half * HALF * JOINED<T>);
     }
 }
 
 // out = x Wᵀ + b, rounded, to `use(row, column, rounded numbers, columns)`
-template <class Use>
-inline void product(const bf16 *x, int64_t rows, int64_t in, const Product &one, std::vector<bf16> &room, const Use &use) {
-    multiply(x, rows, in, panels_of(one.width), room, [&](int64_t p, bf16 *panel) { put_product(one, in, p, panel); },
+template <class T, class Use>
+inline void product(const T *x, int64_t rows, int64_t in, const Product<T> &one, std::vector<T> &room, const Use &use) {
+    multiply(x, rows, in, panels_of(one.width), room, [&](int64_t p, T *panel) { put_product(one, in, p, panel); },
              [&](int64_t first, int64_t some, int64_t p, float *sums) {
         each_row(first, some, p, one.width, sums, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
             float out[WIDTH];
             for (int64_t i = 0; i < WIDTH; i++) out[i] = own[i];
             for (int64_t i = 0; one.bias && i < columns; i++) out[i] += one.bias[at + i];
-            for (int64_t i = 0; i < WIDTH; i++) out[i] = rounded<bf16>(out[i]);
+            for (int64_t i = 0; i < WIDTH; i++) out[i] = rounded<T>(out[i]);
             use(row, at, out, columns);
         });
     });
 }
 
 // dx [rows, in] = sum of grad W over products whose gradients lie beside each other in grad [rows, sum of widths]
-template <class Use>
-inline void input_gradient(const bf16 *grad, int64_t rows, int64_t in, const Product *products, int64_t count, std::vector<bf16> &room, const Use &use) {
+template <class T, class Use>
+inline void input_gradient(const T *grad, int64_t rows, int64_t in, const Product<T> *products, int64_t count, std::vector<T> &room, const Use &use) {
     int64_t all = 0;
     for (int64_t i = 0; i < count; i++) all += products[i].width;
-    multiply(grad, rows, all, panels_of(in), room, [&](int64_t p, bf16 *panel) {
+    multiply(grad, rows, all, panels_of(in), room, [&](int64_t p, T *panel) {
         for (int64_t i = 0; i < count; panel += products[i].width * WIDTH, i++)
             put_rows(products[i].weight + p * WIDTH, in, products[i].width, std::min(WIDTH, in - p * WIDTH), panel);
     }, [&](int64_t first, int64_t some, int64_t p, const float *sums) { each_row(first, some, p, in, sums, use); });
 }
 
-inline void store(const float *from, int64_t count, bf16 *to) {
+template <class T> inline void store(const float *from, int64_t count, T *to) {
     if (count == WIDTH)
         for (int64_t i = 0; i < WIDTH; i++) narrow(from[i], to[i]);
     else
         for (int64_t i = 0; i < count; i++) narrow(from[i], to[i]);
 }
 
-inline void norm_rows(const float *stream, const bf16 *weight, bf16 *out, int64_t rows, int64_t width, float eps) {
+template <class T>
+inline void norm_rows(const float *stream, const T *weight, T *out, int64_t rows, int64_t width, float eps) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) norm_row(stream + row * width, weight, out + row * width, width, eps);
 }
 
 // dstream [rows, width] += the gradient through a norm of `grad`, and the shares of its weight [blocks, width]
-inline void norm_gradient(const float *x, const bf16 *weight, const bf16 *grad, float *dx, float *shares, int64_t rows, int64_t width, float eps) {
+template <class T>
+inline void norm_gradient(const float *x, const T *weight, const T *grad, float *dx, float *shares, int64_t rows, int64_t width, float eps) {
 #pragma omp for schedule(static)
     for (int64_t b = 0; b < (rows + NORM_ROWS - 1) / NORM_ROWS; b++)
         for (int64_t row = b * NORM_ROWS; row < std::min(rows, (b + 1) * NORM_ROWS); row++)
@@ -134,13 +144,13 @@ inline void norm_gradient(const float *x, const bf16 *weight, const bf16 *grad, 
 }
 
 // gate and up of one part of a row, the gradient of silu(g) · u -> theirs, and silu(g) · u again in the place of `y`
-inline void gate_row(const bf16 *gate, const bf16 *up, int64_t count, float *y, bf16 *dgate, bf16 *dup) {
+template <class T> inline void gate_row(const T *gate, const T *up, int64_t count, float *y, T *dgate, T *dup) {
     float g[WIDTH], u[WIDTH], dg[WIDTH], du[WIDTH];
     for (int64_t i = 0; i < WIDTH; i++) g[i] = u[i] = 0;
     for (int64_t i = 0; i < count; i++) g[i] = wide(gate[i]), u[i] = wide(up[i]);
     for (int64_t i = 0; i < WIDTH; i++) {
-        float below = 1.0f + exponential(-g[i]), share = 1.0f / below, silu = rounded<bf16>(g[i] / below);
-        dg[i] = rounded<bf16>(y[i] * u[i]) * share * (1.0f + g[i] * (1.0f - share));
+        float below = 1.0f + exponential(-g[i]), share = 1.0f / below, silu = rounded<T>(g[i] / below);
+        dg[i] = rounded<T>(y[i] * u[i]) * share * (1.0f + g[i] * (1.0f - share));
         du[i] = y[i] * silu;
         y[i] = silu * u[i];
     }
@@ -150,29 +160,29 @@ inline void gate_row(const bf16 *gate, const bf16 *up, int64_t count, float *y, 
 
 // -- the halves -------------------------------------------------------------------------------------------
 
-struct Half {  // as layer_halves.py hands it over
+template <class T> struct Half {  // as layer_halves.py hands it over
     int64_t rows, width, inner, attended_width, count;  // count: products of the front half
     const float *stream;    // [rows, width]: what the half reads
-    const bf16 *norm;       // [width]
-    bf16 *normed;           // room [rows, width]
-    const bf16 *attended;   // [rows, attended_width]
+    const T *norm;       // [width]
+    T *normed;           // room [rows, width]
+    const T *attended;   // [rows, attended_width]
     float *middle;          // [rows, width]: the stream behind attention
-    bf16 *inner_room;       // [rows, inner]
+    T *inner_room;       // [rows, inner]
     float *out;             // [rows, width]: the stream behind the layer
     const float *dout;      // its gradient; in the front half that of the stream from behind, or 0
-    bf16 *joined;           // room: gradients beside each other
-    bf16 *tiles;            // room for `put_gradient`
-    bf16 *dnormed;          // room [rows, width]
-    bf16 *dattended;        // [rows, attended_width]
+    T *joined;           // room: gradients beside each other
+    T *tiles;            // room for `put_gradient`
+    T *dnormed;          // room [rows, width]
+    T *dattended;        // [rows, attended_width]
     float *dstream;         // [rows, width]
     float *shares;          // [blocks, width], zeros
 };
 
-void front_forward(const Half &n, const Product *products, float eps) {
-    std::vector<bf16> room;
+template <class T> void front_forward(const Half<T> &n, const Product<T> *products, float eps) {
+    std::vector<T> room;
     norm_rows(n.stream, n.norm, n.normed, n.rows, n.width, eps);
     for (int64_t i = 0; i < n.count; i++) {
-        const Product &one = products[i];
+        const Product<T> &one = products[i];
         product(n.normed, n.rows, n.width, one, room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
             store(out, columns, one.out + row * one.width + at);
         });
@@ -180,33 +190,34 @@ void front_forward(const Half &n, const Product *products, float eps) {
 }
 
 // weights' gradients of products of one input [rows, in], whose gradients lie beside each other
-void weight_gradients(const Half &n, const bf16 *joined, const bf16 *x, int64_t in, const Product *products, int64_t count, std::vector<bf16> &room) {
+template <class T>
+void weight_gradients(const Half<T> &n, const T *joined, const T *x, int64_t in, const Product<T> *products, int64_t count, std::vector<T> &room) {
     int64_t all = 0, at = 0;
     for (int64_t i = 0; i < count; i++) all += products[i].width;
-    bf16 *to = n.tiles;
+    T *to = n.tiles;
     for (int64_t i = 0; i < count; at += products[i].width, i++)
         if (products[i].total) {
             put_gradient(joined + at, all, n.rows, products[i].width, to);
-            to += tiles_of(products[i].width) * PAIR_TILE * ((n.rows + 1) / 2 * 2);
+            to += tiles_of(products[i].width) * TILE * words_of<T>(n.rows) * JOINED<T>;
         }
     to = n.tiles;
     for (int64_t i = 0; i < count; i++)
         if (products[i].total) {
             add_weight_gradient(to, x, n.rows, products[i].width, in, products[i].total, room);
-            to += tiles_of(products[i].width) * PAIR_TILE * ((n.rows + 1) / 2 * 2);
+            to += tiles_of(products[i].width) * TILE * words_of<T>(n.rows) * JOINED<T>;
         }
 #pragma omp barrier
 }
 
-void front_backward(const Half &n, const Product *products, float eps) {
-    std::vector<bf16> room;
+template <class T> void front_backward(const Half<T> &n, const Product<T> *products, float eps) {
+    std::vector<T> room;
     int64_t all = 0;
     for (int64_t i = 0; i < n.count; i++) all += products[i].width;
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < n.rows; row++) {
-        bf16 *to = n.joined + row * all;
+        T *to = n.joined + row * all;
         for (int64_t i = 0; i < n.count; to += products[i].width, i++)
-            memcpy(to, products[i].out + row * products[i].width, products[i].width * sizeof(bf16));
+            memcpy(to, products[i].out + row * products[i].width, products[i].width * sizeof(T));
         if (n.dout) memcpy(n.dstream + row * n.width, n.dout + row * n.width, n.width * sizeof(float));
         else memset(n.dstream + row * n.width, 0, n.width * sizeof(float));
     }
@@ -229,56 +240,61 @@ inline void add_part(const float *from, const float *out, int64_t count, float *
         for (int64_t i = 0; i < count; i++) to[i] = from[i] + out[i];
 }
 
-void back_forward(const Half &n, const Product *products, float eps) {
-    std::vector<bf16> room;
-    product(n.attended, n.rows, n.attended_width, products[OUT], room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
-        add_part(n.stream + row * n.width + at, out, columns, n.middle + row * n.width + at);
-    });
-#pragma omp barrier
+// gate, up and silu(g) · u of the stream behind attention, those of them for which there is room
+template <class T> void gated_forward(const Half<T> &n, const Product<T> *products, float eps, std::vector<T> &room) {
     norm_rows(n.middle, n.norm, n.normed, n.rows, n.width, eps);
-    const Product &gate = products[GATE], &up = products[UP];
-    multiply(n.normed, n.rows, n.width, n.inner / HALF, room, [&](int64_t p, bf16 *panel) {
+    const Product<T> &gate = products[GATE], &up = products[UP];
+    multiply(n.normed, n.rows, n.width, n.inner / HALF, room, [&](int64_t p, T *panel) {
         put_outputs(gate.weight + p * HALF * n.width, n.width, HALF, panel);
-        put_outputs(up.weight + p * HALF * n.width, n.width, HALF, panel + 2 * HALF);
+        put_outputs(up.weight + p * HALF * n.width, n.width, HALF, panel + JOINED<T> * HALF);
     }, [&](int64_t first, int64_t some, int64_t p, const float *sums) {
         constexpr int64_t AT_ONCE = VECTOR / HALF;  // rows of a vector
         for (int64_t r = 0; r < some; r += AT_ONCE) {
             int64_t count = std::min(AT_ONCE, some - r);
             float g[VECTOR] = {0}, u[VECTOR] = {0};
-            bf16 narrow_g[VECTOR], narrow_u[VECTOR], out[VECTOR];
+            T narrow_g[VECTOR], narrow_u[VECTOR], out[VECTOR];
             for (int64_t i = 0; i < count; i++) {
                 memcpy(g + i * HALF, sums + (r + i) * WIDTH, HALF * sizeof(float));
                 memcpy(u + i * HALF, sums + (r + i) * WIDTH + HALF, HALF * sizeof(float));
             }
             for (int i = 0; i < VECTOR; i++) narrow(g[i], narrow_g[i]), narrow(u[i], narrow_u[i]);
             for (int i = 0; i < VECTOR; i++) g[i] = wide(narrow_g[i]), u[i] = wide(narrow_u[i]);
-            gate_vector<bf16, VECTOR>(g, u);
+            gate_vector<T, VECTOR>(g, u);
             for (int i = 0; i < VECTOR; i++) narrow(u[i], out[i]);
             for (int64_t i = 0; i < count; i++) {
                 int64_t at = (first + r + i) * n.inner + p * HALF;
-                if (gate.out) memcpy(gate.out + at, narrow_g + i * HALF, HALF * sizeof(bf16));
-                if (up.out) memcpy(up.out + at, narrow_u + i * HALF, HALF * sizeof(bf16));
-                memcpy(n.inner_room + at, out + i * HALF, HALF * sizeof(bf16));
+                if (gate.out) memcpy(gate.out + at, narrow_g + i * HALF, HALF * sizeof(T));
+                if (up.out) memcpy(up.out + at, narrow_u + i * HALF, HALF * sizeof(T));
+                if (n.inner_room) memcpy(n.inner_room + at, out + i * HALF, HALF * sizeof(T));
             }
         }
     });
 #pragma omp barrier
+}
+
+template <class T> void back_forward(const Half<T> &n, const Product<T> *products, float eps) {
+    std::vector<T> room;
+    product(n.attended, n.rows, n.attended_width, products[OUT], room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
+        add_part(n.stream + row * n.width + at, out, columns, n.middle + row * n.width + at);
+    });
+#pragma omp barrier
+    gated_forward(n, products, eps, room);
     product(n.inner_room, n.rows, n.inner, products[DOWN], room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
         add_part(n.middle + row * n.width + at, out, columns, n.out + row * n.width + at);
     });
 }
 
-void back_backward(const Half &n, const Product *products, float eps) {
-    std::vector<bf16> room;
-    bf16 *narrowed = n.dnormed;  // of a gradient of the stream, until that of the norm is there
+template <class T> void back_backward(const Half<T> &n, const Product<T> *products, float eps) {
+    std::vector<T> room;
+    T *narrowed = n.dnormed;  // of a gradient of the stream, until that of the norm is there
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < n.rows; row++)
         for (int64_t i = row * n.width; i < (row + 1) * n.width; i++) narrow(n.dout[i], narrowed[i]), n.dstream[i] = n.dout[i];
     norm_rows(n.middle, n.norm, n.normed, n.rows, n.width, eps);
-    const bf16 *gate = products[GATE].out, *up = products[UP].out;
+    const T *gate = products[GATE].out, *up = products[UP].out;
     input_gradient(narrowed, n.rows, n.inner, products + DOWN, 1, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
         float y[WIDTH];
-        for (int64_t i = 0; i < WIDTH; i++) y[i] = rounded<bf16>(own[i]);
+        for (int64_t i = 0; i < WIDTH; i++) y[i] = rounded<T>(own[i]);
         int64_t from = row * n.inner + at, to = row * 2 * n.inner + at;
         gate_row(gate + from, up + from, columns, y, n.joined + to, n.joined + to + n.inner);
         store(y, columns, n.inner_room + from);
@@ -300,20 +316,28 @@ void back_backward(const Half &n, const Product *products, float eps) {
     });
 }
 
+template <class T> void run_half(int kind, const Half<T> &n, const Product<T> *products, float eps) {
+    if (kind == 0) front_forward(n, products, eps);
+    if (kind == 1) front_backward(n, products, eps);
+    if (kind == 2) back_forward(n, products, eps);
+    if (kind == 3) back_backward(n, products, eps);
+    if (kind == 4) {
+        std::vector<T> room;
+        gated_forward(n, products, eps, room);
+    }
+}
+
 }  // namespace
 
 extern "C" {
 
-// kind: 0 and 1 the front half forward and backward, 2 and 3 the back half
-void rondel_layer_half(int kind, const void *half, const void *products, float eps, int threads) {
-    const Half &n = *(const Half *)half;
-    const Product *all = (const Product *)products;
+// code: 0 float32, 1 bfloat16; kind: 0 and 1 the front half forward and backward, 2 and 3 the back half, 4 gate and up
+// of it once more
+void rondel_layer_half(int code, int kind, const void *half, const void *products, float eps, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        if (kind == 0) front_forward(n, all, eps);
-        if (kind == 1) front_backward(n, all, eps);
-        if (kind == 2) back_forward(n, all, eps);
-        if (kind == 3) back_backward(n, all, eps);
+        if (code) run_half(kind, *(const Half<bf16> *)half, (const Product<bf16> *)products, eps);
+        else run_half(kind, *(const Half<float> *)half, (const Product<float> *)products, eps);
     }
 }
 

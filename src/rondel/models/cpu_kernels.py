@@ -9,7 +9,7 @@ On CPUs with AVX2 alone also the products with packed weights (cpu_product.cpp).
     add         an fp32 sum += a bfloat16 gradient
     logprobs    of chosen tokens, with entropies                         formulas in train/logprobs.py
     product     y = x wᵀ + b, of w in panels [O / 16, I, 16]             none: training multiplies through oneDNN
-    pairs       the same in fp32 of bfloat16 numbers, [O / 32, I / 2, 32, 2]   none
+    words       the same in fp32 of panels [O / 32, I, 32] of fp32 numbers or [O / 32, I / 2, 32, 2] of bfloat16 ones   none
 
 torch reads and writes what a norm needs seven times, and a bfloat16 number beside a float32 one is first copied. Trainer
 and engine both call these, in every pass: what decides is the model and the sizes of a call, and never what a pass wants,
@@ -36,7 +36,7 @@ LOOPS, PLAIN_KERNELS = "loops in C++", "torch's operations"
 CODES = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16  # numbers of a head that a decode step adds at once
 PANEL = 16  # rows of a weight that are packed together, as in cpu_product.cpp
-PAIR_PANEL, HALF = 32, 16  # outputs of a panel of pairs, and those that are packed together, as in cpu_pairs.h
+WIDTH, HALF = 32, 16  # outputs of a panel of words, and those that are packed together, as in cpu_tiles.h
 PROOF = ((80, 48), (37, 100), (49, 2100))  # O and I of the weights of which a product is asked both ways
 ROWS = 64  # of a norm whose share of the weight's gradient is summed one after the other
 PLAIN = (Tensor, nn.Parameter)  # a copy that `contiguous` makes needs a name: without one it is freed before it is read
@@ -413,20 +413,21 @@ def _have_equal_bits() -> bool:
     return True
 
 
-# -- products of pairs of bfloat16 numbers ----------------------------------------------------------------
+# -- products of words: an fp32 number, or two bfloat16 numbers of a row -----------------------------------
 
 
-def pack_pairs(weights: list[Tensor], *, in_turns: bool = False) -> Tensor:
-    """Weights [O_i, I] in bfloat16, I even, of which all but the last have a multiple of 16 outputs -> [panels, I / 2, 32,
-    2]. `in_turns`: 16 outputs of each of two at a time.
+def pack_words(weights: list[Tensor], *, in_turns: bool = False) -> Tensor:
+    """Weights [O_i, I] of one dtype, I even in bfloat16, of which all but the last have a multiple of 16 outputs ->
+    [panels, I, 32] in fp32, [panels, I / 2, 32, 2] in bfloat16. `in_turns`: 16 outputs of each of two at a time.
     """
-    weights = [w.detach().contiguous() for w in weights]
-    units, inside = [-(-len(w) // HALF) for w in weights], weights[0].shape[1]
-    panels = torch.zeros(-(-sum(units) // 2), inside // 2, PAIR_PANEL, 2, dtype=torch.bfloat16)
+    weights, dtype = [w.detach().contiguous() for w in weights], weights[0].dtype
+    units, joined = [-(-len(w) // HALF) for w in weights], 4 // dtype.itemsize
+    words = weights[0].shape[1] // joined
+    panels = torch.zeros(-(-sum(units) // 2), words, WIDTH, *([joined] if joined > 1 else []), dtype=dtype)
     for i, weight in enumerate(weights):
         first, stride = (i, len(weights)) if in_turns else (sum(units[:i]), 1)
-        library().rondel_pack_pairs(
-            weight.data_ptr(), panels.data_ptr(), inside, len(weight), first, stride, torch.get_num_threads()
+        library().rondel_pack_words(
+            weight.data_ptr(), panels.data_ptr(), words, len(weight), first, stride, torch.get_num_threads()
         )
     return panels
 

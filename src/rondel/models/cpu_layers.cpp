@@ -1,9 +1,9 @@
-// Layers of a dense decoder over the engine's cache in bfloat16, each in one piece, from the residual stream in fp32 to
+// Layers of a dense decoder over the engine's cache in bfloat16 or float32, each in one piece, from the residual stream in fp32 to
 // the residual stream: norm, joined product of q, k and v, rotary embedding, cache, attention of a decode step, product,
 // sum, norm, joined product of gate and up with silu(g) · u behind it, product, sum. One team of threads computes them
 // all, so what lies between two operations is a barrier. packed_layers.py calls this; it rounds where the modules do.
 
-#include "cpu_pairs.h"
+#include "cpu_tiles.h"
 
 namespace {
 
@@ -13,18 +13,18 @@ struct Sizes {  // as packed_layers.py hands them over
     int64_t rows, width, heads, shared, size, inner, pages;
 };
 
-struct LayerParts {  // addresses; 0 where a layer has no such part
-    const bf16 *norm, *qkv;
+template <class T> struct LayerParts {  // addresses; 0 where a layer has no such part
+    const T *norm, *qkv;
     const float *qkv_bias;
-    const bf16 *q_norm, *k_norm, *out;
+    const T *q_norm, *k_norm, *out;
     const float *out_bias;
-    const bf16 *next_norm, *gate_up, *down;
-    bf16 *keys, *values;
+    const T *next_norm, *gate_up, *down;
+    T *keys, *values;
     int64_t window;
 };
 
-struct Rooms {  // what lies between two operations: [rows, ...]
-    bf16 *normed, *qkv, *q, *attended, *inner;
+template <class T> struct Rooms {  // what lies between two operations: [rows, ...]
+    T *normed, *qkv, *q, *attended, *inner;
 };
 
 // `use(row, output, sums)` of HALF outputs at a time, of all rows of a panel; widths are multiples of HALF
@@ -41,17 +41,18 @@ inline void add_bias(const float *sums, const float *bias, float *out) {
         for (int i = 0; i < HALF; i++) out[i] = sums[i];
 }
 
-void norm_rows(const float *stream, const bf16 *weight, bf16 *out, const Sizes &n, float eps) {
+template <class T> void norm_rows(const float *stream, const T *weight, T *out, const Sizes &n, float eps) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < n.rows; row++) norm_row(stream + row * n.width, weight, out + row * n.width, n.width, eps);
 }
 
 // Up to attention: queries, and the new keys and values in the cache.
-void layer_front(const LayerParts &layer, const Sizes &n, float *stream, const float *cosine, const float *sine,
-                 const int64_t *write, const Rooms &room, float eps) {
+template <class T>
+void layer_front(const LayerParts<T> &layer, const Sizes &n, float *stream, const float *cosine, const float *sine,
+                 const int64_t *write, const Rooms<T> &room, float eps) {
     int64_t width = (n.heads + 2 * n.shared) * n.size, half = n.size / 2;
     norm_rows(stream, layer.norm, room.normed, n, eps);
-    pair_product(room.normed, layer.qkv, n.rows, n.width, panels_of(width), [&](int64_t first, int64_t some, int64_t p, const float *sums) {
+    panel_product(room.normed, layer.qkv, n.rows, n.width, panels_of(width), [&](int64_t first, int64_t some, int64_t p, const float *sums) {
         each_half(first, some, p, width, sums, [&](int64_t row, int64_t at, const float *own) {
             float out[HALF];
             add_bias(own, layer.qkv_bias ? layer.qkv_bias + at : nullptr, out);
@@ -62,39 +63,39 @@ void layer_front(const LayerParts &layer, const Sizes &n, float *stream, const f
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < n.rows; row++) {
         const float *c = cosine + row * n.size, *s = sine + row * n.size;
-        bf16 normed[LONGEST];
+        T normed[LONGEST];
         for (int64_t h = 0; h < n.heads + n.shared; h++) {
-            const bf16 *from = room.qkv + row * width + h * n.size;
-            const bf16 *weight = h < n.heads ? layer.q_norm : layer.k_norm;
+            const T *from = room.qkv + row * width + h * n.size;
+            const T *weight = h < n.heads ? layer.q_norm : layer.k_norm;
             if (weight) {
                 norm_row(from, weight, normed, n.size, eps);
                 from = normed;
             }
-            bf16 *to = h < n.heads ? room.q + (row * n.heads + h) * n.size
+            T *to = h < n.heads ? room.q + (row * n.heads + h) * n.size
                                    : layer.keys + ((h - n.heads) * n.pages + write[row]) * n.size;
             rotate_head(from, c, s, to, half);
         }
-        const bf16 *v = room.qkv + row * width + (n.heads + n.shared) * n.size;
+        const T *v = room.qkv + row * width + (n.heads + n.shared) * n.size;
         for (int64_t h = 0; h < n.shared; h++)
-            memcpy(layer.values + (h * n.pages + write[row]) * n.size, v + h * n.size, n.size * sizeof(bf16));
+            memcpy(layer.values + (h * n.pages + write[row]) * n.size, v + h * n.size, n.size * sizeof(T));
     }
 }
 
 // From what was attended to the end of the layer.
-void layer_back(const LayerParts &layer, const Sizes &n, float *stream, const Rooms &room, float eps) {
+template <class T> void layer_back(const LayerParts<T> &layer, const Sizes &n, float *stream, const Rooms<T> &room, float eps) {
     auto add = [&](const float *bias) {  // to the stream, rounded as the module's branch is
         return [&n, stream, bias](int64_t first, int64_t some, int64_t p, const float *sums) {
             each_half(first, some, p, n.width, sums, [&](int64_t row, int64_t at, const float *own) {
                 float out[HALF], *to = stream + row * n.width + at;
                 add_bias(own, bias ? bias + at : nullptr, out);
-                for (int i = 0; i < HALF; i++) to[i] += rounded<bf16>(out[i]);
+                for (int i = 0; i < HALF; i++) to[i] += rounded<T>(out[i]);
             });
         };
     };
-    pair_product(room.attended, layer.out, n.rows, n.heads * n.size, panels_of(n.width), add(layer.out_bias));
+    panel_product(room.attended, layer.out, n.rows, n.heads * n.size, panels_of(n.width), add(layer.out_bias));
 #pragma omp barrier
     norm_rows(stream, layer.next_norm, room.normed, n, eps);
-    pair_product(room.normed, layer.gate_up, n.rows, n.width, n.inner / HALF, [&](int64_t first, int64_t some, int64_t p, const float *sums) {
+    panel_product(room.normed, layer.gate_up, n.rows, n.width, n.inner / HALF, [&](int64_t first, int64_t some, int64_t p, const float *sums) {
         constexpr int64_t AT_ONCE = VECTOR / HALF;  // rows of a vector
         for (int64_t r = 0; r < some; r += AT_ONCE) {
             int64_t count = std::min(AT_ONCE, some - r);
@@ -103,30 +104,31 @@ void layer_back(const LayerParts &layer, const Sizes &n, float *stream, const Ro
                 memcpy(gate + i * HALF, sums + (r + i) * WIDTH, HALF * sizeof(float));
                 memcpy(up + i * HALF, sums + (r + i) * WIDTH + HALF, HALF * sizeof(float));
             }
-            for (int i = 0; i < VECTOR; i++) gate[i] = rounded<bf16>(gate[i]);
-            for (int i = 0; i < VECTOR; i++) up[i] = rounded<bf16>(up[i]);
-            gate_vector<bf16, VECTOR>(gate, up);
-            bf16 out[VECTOR];
+            for (int i = 0; i < VECTOR; i++) gate[i] = rounded<T>(gate[i]);
+            for (int i = 0; i < VECTOR; i++) up[i] = rounded<T>(up[i]);
+            gate_vector<T, VECTOR>(gate, up);
+            T out[VECTOR];
             for (int i = 0; i < VECTOR; i++) narrow(up[i], out[i]);
             for (int64_t i = 0; i < count; i++)
-                memcpy(room.inner + (first + r + i) * n.inner + p * HALF, out + i * HALF, HALF * sizeof(bf16));
+                memcpy(room.inner + (first + r + i) * n.inner + p * HALF, out + i * HALF, HALF * sizeof(T));
         }
     });
 #pragma omp barrier
-    pair_product(room.inner, layer.down, n.rows, n.inner, panels_of(n.width), add(nullptr));
+    panel_product(room.inner, layer.down, n.rows, n.inner, panels_of(n.width), add(nullptr));
 #pragma omp barrier
 }
 
 // parts: 1 up to attention, 2 attention of the last `decoding` rows, 4 from it on
-void run_layers(const LayerParts *layers, int64_t count, int parts, const Sizes &n, float *stream, const float *cosine,
-                const float *sine, const int64_t *write, const Rooms &room, Contexts at, int64_t decoding, float eps,
+template <class T>
+void run_layers(const LayerParts<T> *layers, int64_t count, int parts, const Sizes &n, float *stream, const float *cosine,
+                const float *sine, const int64_t *write, const Rooms<T> &room, Contexts at, int64_t decoding, float eps,
                 float scale, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> numbers;
         std::vector<int64_t> slots;
         for (int64_t l = 0; l < count; l++) {
-            const LayerParts &layer = layers[l];
+            const LayerParts<T> &layer = layers[l];
             if (parts & 1) layer_front(layer, n, stream, cosine, sine, write, room, eps);
             if (parts & 2) {
                 Contexts seen = at;
@@ -134,7 +136,7 @@ void run_layers(const LayerParts *layers, int64_t count, int parts, const Sizes 
                 int64_t from = (n.rows - decoding) * n.heads * n.size;
 #pragma omp for schedule(dynamic, 8)  // siblings one after the other: what they share is still near
                 for (int64_t job = 0; job < decoding * n.shared; job++)
-                    decode_job(room.q + from, (const bf16 *)layer.keys, (const bf16 *)layer.values, room.attended + from,
+                    decode_job(room.q + from, (const T *)layer.keys, (const T *)layer.values, room.attended + from,
                                seen, job % decoding, job / decoding, n.shared, n.heads / n.shared, n.size, n.pages, scale,
                                numbers, slots);
             }
@@ -147,14 +149,20 @@ void run_layers(const LayerParts *layers, int64_t count, int parts, const Sizes 
 
 extern "C" {
 
-void rondel_layers(const void *layers, int64_t count, int parts, const void *sizes, float *stream, const float *cosine,
+// code: 0 float32, 1 bfloat16
+void rondel_layers(int code, const void *layers, int64_t count, int parts, const void *sizes, float *stream, const float *cosine,
                    const float *sine, const int64_t *write, const void *rooms, const int64_t *own,
                    const int64_t *lengths, const int64_t *prefix, const int64_t *shared, const int64_t *place,
                    int64_t own_width, int64_t prefix_width, int64_t members, int64_t decoding, float eps, float scale,
                    int threads) {
     Contexts at{own, lengths, prefix, shared, place, own_width, prefix_width, members, 0, 0};
-    run_layers((const LayerParts *)layers, count, parts, *(const Sizes *)sizes, stream, cosine, sine, write,
-               *(const Rooms *)rooms, at, decoding, eps, scale, threads);
+    const Sizes &n = *(const Sizes *)sizes;
+    if (code)
+        run_layers((const LayerParts<bf16> *)layers, count, parts, n, stream, cosine, sine, write,
+                   *(const Rooms<bf16> *)rooms, at, decoding, eps, scale, threads);
+    else
+        run_layers((const LayerParts<float> *)layers, count, parts, n, stream, cosine, sine, write,
+                   *(const Rooms<float> *)rooms, at, decoding, eps, scale, threads);
 }
 
 }

@@ -1,6 +1,6 @@
-// Products of pairs by themselves, and how weights get into their panels (cpu_pairs.h).
+// Products of pairs of bfloat16 numbers by themselves, and how weights get into their panels (cpu_tiles.h).
 
-#include "cpu_pairs.h"
+#include "cpu_tiles.h"
 
 namespace {
 
@@ -19,16 +19,17 @@ inline void put_past_cache(const float *from, float *to) {
 
 extern "C" {
 
-// rows `first`, `first` + `stride`, ... of the panels' outputs in units of HALF: joined gate and up lie in turns
-void rondel_pack_pairs(const void *weight, void *panels, int64_t in, int64_t width, int64_t first, int64_t stride,
+// rows `first`, `first` + `stride`, ... of the panels' outputs in units of HALF: joined gate and up lie in turns. `words`: of a
+// row, 32 bits each
+void rondel_pack_words(const void *weight, void *panels, int64_t words, int64_t width, int64_t first, int64_t stride,
                        int threads) {
-    const uint16_t *from = (const uint16_t *)weight;
+    const int32_t *from = (const int32_t *)weight;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t unit = 0; unit < (width + HALF - 1) / HALF; unit++) {
         int64_t at = first + unit * stride, columns = std::min(HALF, width - unit * HALF);
-        uint16_t *to = (uint16_t *)panels + at / 2 * in * WIDTH + at % 2 * WIDTH;
-        for (int64_t k = 0; k < in / 2; k++)
-            for (int64_t i = 0; i < columns; i++) memcpy(to + k * 2 * WIDTH + 2 * i, from + (unit * HALF + i) * in + 2 * k, 4);
+        int32_t *to = (int32_t *)panels + at / 2 * words * WIDTH + at % 2 * HALF;
+        for (int64_t k = 0; k < words; k++)
+            for (int64_t i = 0; i < columns; i++) to[k * WIDTH + i] = from[(unit * HALF + i) * words + k];
     }
 }
 
@@ -36,7 +37,7 @@ void rondel_pair_product(const void *x, const void *panels, const float *bias, f
                          int64_t width, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        pair_product((const bf16 *)x, (const bf16 *)panels, rows, in, panels_of(width), [&](int64_t first, int64_t some, int64_t p, const float *sums) {
+        panel_product((const bf16 *)x, (const bf16 *)panels, rows, in, panels_of(width), [&](int64_t first, int64_t some, int64_t p, const float *sums) {
             int64_t columns = std::min(WIDTH, width - p * WIDTH);
             for (int64_t r = 0; r < some; r++) {
                 float *to = out + (first + r) * width + p * WIDTH;

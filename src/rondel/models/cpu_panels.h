@@ -1,16 +1,18 @@
-// How panels of cpu_pairs.h are filled from matrices as they lie: rows of a weight, pairs of rows, columns of a gradient.
+// How panels of cpu_tiles.h are filled from matrices as they lie: rows of a weight, rows or pairs of them, columns of a
+// gradient.
 
 #pragma once
 
-#include "cpu_pairs.h"
+#include "cpu_tiles.h"
 
 namespace {
 
 // sixteen outputs of a weight, [outputs, in] -> `half` of a panel
-inline void put_outputs(const bf16 *weight, int64_t in, int64_t count, bf16 *panel) {
+template <class T> inline void put_outputs(const T *weight, int64_t in, int64_t count, T *panel) {
+    constexpr int64_t J = JOINED<T>;
     int64_t k = 0;
 #ifdef __AVX512BF16__
-    for (; count == HALF && k + 2 * HALF <= in; k += 2 * HALF) {
+    for (; count == HALF && k + J * HALF <= in; k += J * HALF) {
         __m512i a[HALF], b[HALF];
         for (int i = 0; i < HALF; i++) a[i] = _mm512_loadu_si512(weight + i * in + k);
         for (int i = 0; i < HALF; i += 2)
@@ -20,26 +22,38 @@ inline void put_outputs(const bf16 *weight, int64_t in, int64_t count, bf16 *pan
                 a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
                 a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
             }
-        for (int i = 0; i < 4; i++) {  // a[4 q + i]: pairs i, 4 + i, 8 + i, 12 + i of four outputs
+        for (int i = 0; i < 4; i++) {  // a[4 q + i]: words i, 4 + i, 8 + i, 12 + i of four outputs
             __m512i low = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88), high = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd);
             __m512i next = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88), last = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
-            bf16 *to = panel + (k / 2 + i) * 2 * WIDTH;
+            T *to = panel + (k / J + i) * J * WIDTH;
             _mm512_storeu_si512(to, _mm512_shuffle_i32x4(low, next, 0x88));
-            _mm512_storeu_si512(to + 8 * WIDTH, _mm512_shuffle_i32x4(high, last, 0x88));
-            _mm512_storeu_si512(to + 16 * WIDTH, _mm512_shuffle_i32x4(low, next, 0xdd));
-            _mm512_storeu_si512(to + 24 * WIDTH, _mm512_shuffle_i32x4(high, last, 0xdd));
+            _mm512_storeu_si512(to + 4 * J * WIDTH, _mm512_shuffle_i32x4(high, last, 0x88));
+            _mm512_storeu_si512(to + 8 * J * WIDTH, _mm512_shuffle_i32x4(low, next, 0xdd));
+            _mm512_storeu_si512(to + 12 * J * WIDTH, _mm512_shuffle_i32x4(high, last, 0xdd));
         }
     }
 #endif
-    for (; k < in; k += 2)
+    for (; k < in; k += J)
         for (int64_t i = 0; i < HALF; i++) {
-            bf16 *to = panel + k * WIDTH + 2 * i;
+            T *to = panel + k * WIDTH + J * i;
             if (i < count) memcpy(to, weight + i * in + k, 4);
-            else memset(to, 0, 4);
+            else memset((void *)to, 0, 4);
         }
 }
 
-// `count` numbers of each of `rows` rows that are `step` apart -> a panel whose pairs are two rows, the last one with 0s
+// `count` numbers of each of `rows` rows that are `step` apart -> a panel, filled up with 0s
+inline void put_rows(const float *from, int64_t step, int64_t rows, int64_t count, float *panel) {
+    for (int64_t t = 0; t < rows; t++, from += step, panel += WIDTH) {
+        int64_t some = std::min(WIDTH, count);
+        if (some == WIDTH) {
+            memcpy(panel, from, WIDTH * sizeof(float));
+            continue;
+        }
+        for (int64_t i = 0; i < WIDTH; i++) panel[i] = i < some ? from[i] : 0;
+    }
+}
+
+// the same, whose pairs are two rows
 inline void put_rows(const bf16 *from, int64_t step, int64_t rows, int64_t count, bf16 *panel) {
     for (int64_t t = 0; t < rows; t += 2, panel += 2 * WIDTH) {
         const bf16 *first = from + t * step, *second = first + step;
@@ -61,17 +75,30 @@ inline void put_rows(const bf16 *from, int64_t step, int64_t rows, int64_t count
     }
 }
 
-inline int64_t tiles_of(int64_t width) { return (width + PAIR_TILE - 1) / PAIR_TILE; }
+inline int64_t tiles_of(int64_t width) { return (width + TILE - 1) / TILE; }
 
-// pairs `from` to `end` of the rows of grad [rows, step], of which `width` columns -> [tiles, pairs of rows, PAIR_TILE,
-// 2], filled up with zeros
+// words that hold one column of `rows` rows
+template <class T> inline int64_t words_of(int64_t rows) { return (rows + JOINED<T> - 1) / JOINED<T>; }
+
+// words `from` to `end` of the columns of grad [rows, step], of which `width` -> [tiles, words_of(rows), TILE, JOINED],
+// filled up with zeros
+inline void put_tiles(const float *grad, int64_t step, int64_t rows, int64_t width, int64_t from, int64_t end, float *to) {
+    for (int64_t tile = 0; tile < tiles_of(width); tile++)
+        for (int64_t k = from; k < end; k++) {
+            const float *first = grad + k * step + tile * TILE;
+            float *own = to + (tile * rows + k) * TILE;
+            int64_t count = std::min(TILE, width - tile * TILE);
+            for (int64_t i = 0; i < TILE; i++) own[i] = i < count ? first[i] : 0;
+        }
+}
+
 inline void put_tiles(const bf16 *grad, int64_t step, int64_t rows, int64_t width, int64_t from, int64_t end, bf16 *to) {
     int64_t pairs = (rows + 1) / 2;
     for (int64_t tile = 0; tile < tiles_of(width); tile++)
         for (int64_t k = from; k < end; k++) {
-            const bf16 *first = grad + 2 * k * step + tile * PAIR_TILE, *second = first + step;
-            bf16 *own = to + (tile * pairs + k) * 2 * PAIR_TILE;
-            int64_t count = std::min(PAIR_TILE, width - tile * PAIR_TILE);
+            const bf16 *first = grad + 2 * k * step + tile * TILE, *second = first + step;
+            bf16 *own = to + (tile * pairs + k) * 2 * TILE;
+            int64_t count = std::min(TILE, width - tile * TILE);
             bool both = 2 * k + 1 < rows;
 #ifdef __AVX512BF16__
             __mmask16 some = (1u << count) - 1;
@@ -80,7 +107,7 @@ inline void put_tiles(const bf16 *grad, int64_t step, int64_t rows, int64_t widt
             __m512i low = _mm512_cvtepu16_epi32(a), high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16);
             _mm512_mask_storeu_epi32(own, 0x0fff, _mm512_or_si512(low, high));
 #else
-            for (int64_t i = 0; i < PAIR_TILE; i++) {
+            for (int64_t i = 0; i < TILE; i++) {
                 own[2 * i] = i < count ? first[i] : bf16{0};
                 own[2 * i + 1] = i < count && both ? second[i] : bf16{0};
             }
@@ -88,9 +115,9 @@ inline void put_tiles(const bf16 *grad, int64_t step, int64_t rows, int64_t widt
         }
 }
 
-inline bf16 *aligned_room(std::vector<bf16> &room, int64_t count) {
+template <class T> inline T *aligned_room(std::vector<T> &room, int64_t count) {
     room.resize(count + 2 * WIDTH);
-    return (bf16 *)(((uintptr_t)room.data() + 63) / 64 * 64);
+    return (T *)(((uintptr_t)room.data() + 63) / 64 * 64);
 }
 
 }  // namespace

@@ -2,11 +2,11 @@
 
     front   q, k, v = norm(h) Wᵀ + b                                       kept: h
     back    m = h + o Woᵀ + b,   h' = m + (silu(g) · u) Wdᵀ,               kept: o, m, g, u
-            g = norm(m) Wgᵀ,     u = norm(m) Wuᵀ
+            g = norm(m) Wgᵀ,     u = norm(m) Wuᵀ                           or o, m, where a feed-forward part runs twice
 
 Here a half is one team of threads that shares its work out as it comes, so a neighbour on the same cores costs its share,
-and nothing between two products is kept. For layers written like llama's in bfloat16, with their residual stream
-in fp32, on CPUs that multiply bfloat16 in vectors; trainer, critic and reference alike, with gradients and without, so
+and nothing between two products is kept. For layers written like llama's in bfloat16 or float32, with their residual
+stream in fp32, on CPUs that multiply bfloat16 in vectors; trainer, critic and reference alike, with gradients and without, so
 that two passes over the same weights have the same bits. It rounds where the modules do, but for gradients of weights,
 which are added to the optimizer's sums in fp32. Before a layer's first pass both ways compute some rows, values and
 gradients, and where they differ the modules stay.
@@ -22,21 +22,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from rondel.core.events import Warned, emit
 from rondel.models import cpu_kernels
 from rondel.models.attention import attention_layout
-from rondel.models.blocks import LIKE_LLAMA
+from rondel.models.blocks import LIKE_LLAMA, runs_twice
+from rondel.models.cpu_kernels import CODES
 from rondel.models.fp32_sums import narrow_norm
-from rondel.models.linear import has_pairs, is_alone, is_compared, is_installed, is_tracing, modules_alone
-from rondel.models.main_grad import main_grad
+from rondel.models.linear import has_tiles, is_alone, is_compared, is_installed, is_tracing, modules_alone
+from rondel.models.main_grad import main_grad, returned_gradients
 
-FRONT, FRONT_BACKWARD, BACK, BACK_BACKWARD = range(4)  # as in cpu_halves.cpp
+FRONT, FRONT_BACKWARD, BACK, BACK_BACKWARD, GATES = range(5)  # as in cpu_halves.cpp
 UNIT = 16  # of which all sizes are multiples
-TILE = 12  # outputs of a weight's gradient that are computed together, as in cpu_pairs.h
+TILE = 12  # outputs of a weight's gradient that are computed together, as in cpu_tiles.h
 NORM_ROWS = 64  # of a norm whose share of the weight's gradient is summed one after the other, as in cpu_halves.cpp
 ROWS = 8  # that are computed both ways
-TOLERANCE = 0.05  # of the norm of what a half gives and of each gradient: ten times what bfloat16 rounds away
+# of the norm of what a half gives and of each gradient: ten times what bfloat16 rounds away, a hundred times fp32's
+TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}
 
 
 def install_layer_halves(layers: list[Any]) -> None:
@@ -81,7 +84,7 @@ class LayerHalves:
             and hidden.shape[1] > 0
             and not is_alone()
             and attention_layout() is not None
-            and has_pairs()
+            and has_tiles()
             and not (is_compared() or is_tracing())
             and cpu_kernels.has_kernels(hidden)
             and _is_plain(self._layer)
@@ -90,29 +93,30 @@ class LayerHalves:
     def _is_like_modules(self, stream: Tensor) -> bool:
         """Some rows through the modules and in halves: what these give, and all gradients."""
         layer, generator = self._layer, torch.Generator().manual_seed(0)
-        with torch.inference_mode(False), torch.enable_grad():
+        as_they_are = saved_tensors_hooks(lambda x: x, lambda x: x)  # a layer that runs twice has hooks of its own
+        with torch.inference_mode(False), torch.enable_grad(), returned_gradients(), as_they_are:
             rows = stream[:ROWS].detach().clone().requires_grad_()
             wide = layer.self_attn.o_proj.in_features
-            attended = torch.randn(len(rows), wide, generator=generator).to(torch.bfloat16).requires_grad_()
             front, back = _weights_of(layer)
+            attended = torch.randn(len(rows), wide, generator=generator).to(front[0].dtype).requires_grad_()
             with modules_alone():
                 normed = layer.input_layernorm(rows)
                 attention = layer.self_attn
                 theirs = [one(normed) for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
                 middle = rows + attention.o_proj(attended)
                 theirs.append(layer.mlp(layer.post_attention_layernorm(middle)) + middle - rows)
-            ours = [*_front(layer, rows, owned=False)[:3], _back(layer, attended, rows, owned=False) - rows]
+            ours = [*_front(layer, rows)[:3], _back(layer, attended, rows) - rows]
             asked = [rows, attended, *(w for w in (*front, *back) if w is not None and w.requires_grad)]
             grads = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in theirs]
             theirs += torch.autograd.grad(theirs, asked, grads)
             ours += torch.autograd.grad(ours, asked, grads)
         worst = max(_distance(own, their) for own, their in zip(ours, theirs, strict=True))
-        if worst <= TOLERANCE:
+        if worst <= (limit := TOLERANCE[attended.dtype]):
             return True
         emit(
             Warned(
                 f"layer {layer.self_attn.layer_idx} ({type(layer).__name__}) in halves gives something else than its "
-                f"modules, by {worst:.2g} (limit {TOLERANCE}), so modules compute it, slower"
+                f"modules, by {worst:.2g} (limit {limit:g}), so modules compute it, slower"
             )
         )
         return False
@@ -159,8 +163,9 @@ def _is_plain(layer: Any) -> bool:
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     gated = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    own = attention.__dict__.get("forward")
-    gate = mlp.__dict__.get("forward")
+    own, gate = attention.__dict__.get("forward"), mlp.__dict__.get("forward")
+    if runs_twice(mlp):
+        gate = gate.args[0]
     return (
         all(is_installed(one) and not _has_hooks(one) for one in (*linears, *gated))
         and all(_is_plain_norm(one) for one in norms)
@@ -168,17 +173,17 @@ def _is_plain(layer: Any) -> bool:
         and not _has_hooks(attention)
         and not _has_hooks(mlp)
         and (own is None or getattr(own, "args", None) == (attention,))
-        and (gate is None or getattr(gate, "func", None) is cpu_kernels.gated_layer)  # and not one that runs twice
+        and (gate is None or getattr(gate, "func", None) is cpu_kernels.gated_layer)
         and all(one.bias is None for one in gated)
-        and all(_is_plain_weight(w) for half in _weights_of(layer) for w in half)
+        and all(_is_plain_weight(w, norms[0].weight.dtype) for half in _weights_of(layer) for w in half)
         and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
     )
 
 
-def _is_plain_weight(weight: Any) -> bool:
+def _is_plain_weight(weight: Any, dtype: torch.dtype) -> bool:
     return weight is None or (
         type(weight) is nn.Parameter
-        and weight.dtype == torch.bfloat16
+        and weight.dtype == dtype in CODES
         and weight.is_cpu
         and weight.is_contiguous()
         and not any(n % UNIT for n in weight.shape)
@@ -186,10 +191,11 @@ def _is_plain_weight(weight: Any) -> bool:
 
 
 def _is_plain_norm(norm: Any) -> bool:
-    hooks, own = [*norm._forward_hooks.values()], norm.__dict__.get("forward")
+    own, narrowed = norm.__dict__.get("forward"), [*norm._forward_hooks.values()] == [narrow_norm]
     if own is not None and getattr(own, "func", None) is not cpu_kernels.norm_layer:
         return False
-    return type(norm).__name__.endswith("RMSNorm") and hooks == [narrow_norm] and not norm._forward_pre_hooks
+    as_it_is = norm.weight.dtype == torch.float32 and not norm._forward_hooks
+    return type(norm).__name__.endswith("RMSNorm") and (narrowed or as_it_is) and not norm._forward_pre_hooks
 
 
 def _has_hooks(module: Any) -> bool:
@@ -212,20 +218,20 @@ def _weights_of(layer: Any) -> tuple[Weights, Weights]:
     )
 
 
-def _front(layer: Any, stream: Tensor, *, owned: bool = True) -> list[Tensor]:
+def _front(layer: Any, stream: Tensor) -> list[Tensor]:
     """stream [T, D] -> q, k, v [T, O_i], and the stream for the other half, whose gradient comes back by it."""
     weights, eps = _weights_of(layer)[0], layer.input_layernorm.variance_epsilon
     if _wants_gradient(stream, *weights):
-        return [*FrontHalf.apply(eps, owned, stream, *weights)]
+        return [*FrontHalf.apply(eps, stream, *weights)]
     return [*_front_forward(eps, stream, weights), stream]
 
 
-def _back(layer: Any, attended: Tensor, stream: Tensor, *, owned: bool = True) -> Tensor:
+def _back(layer: Any, attended: Tensor, stream: Tensor) -> Tensor:
     """attended [T, I], stream [T, D] -> the stream behind the layer."""
     weights, eps = _weights_of(layer)[1], layer.post_attention_layernorm.variance_epsilon
     attended = attended.contiguous()
     if _wants_gradient(attended, stream, *weights):
-        out: Tensor = BackHalf.apply(eps, owned, attended, stream, *weights)
+        out: Tensor = BackHalf.apply(eps, runs_twice(layer.mlp), attended, stream, *weights)
         return out
     return _back_forward(eps, attended, stream, weights, keep=False)[0]
 
@@ -237,8 +243,8 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
 def _front_forward(eps: float, stream: Tensor, weights: Weights) -> list[Tensor]:
     norm, *products = weights
     own = products[: len(products) // 2]
-    outs = [_room(len(stream), len(w)) for w in own if w is not None]
-    half = _Half(stream=stream, norm=norm, normed=_room(*stream.shape))
+    outs = [_room(len(stream), len(w), norm) for w in own if w is not None]
+    half = _Half(stream=stream, norm=norm, normed=_room(*stream.shape, norm))
     half.run(FRONT, eps, products, outs, [None] * len(own))
     return outs
 
@@ -250,19 +256,28 @@ def _back_forward(eps: float, attended: Tensor, stream: Tensor, weights: Weights
     assert products[1] is not None
     inner = len(products[1])
     middle, out = torch.empty_like(stream), torch.empty_like(stream)
-    kept = [_room(rows, inner), _room(rows, inner)] if keep else []
+    kept = [_room(rows, inner, norm), _room(rows, inner, norm)] if keep else []
     half = _Half(
-        stream=stream, norm=norm, normed=_room(rows, width), attended=attended, middle=middle, inner=_room(rows, inner),
+        stream=stream, norm=norm, normed=_room(rows, width, norm), attended=attended, middle=middle, inner=_room(rows, inner, norm),
         out=out,
     )  # fmt: skip
     half.run(BACK, eps, products, [None, *kept, None] if keep else [None] * 4, [None] * 4)
     return [out, middle, *kept]
 
 
+def _gates_again(eps: float, middle: Tensor, weights: tuple[Any, ...]) -> list[Tensor]:
+    """Gate and up of the stream behind attention, as they were."""
+    norm, *products = weights
+    gates = [_room(len(middle), len(products[1]), norm) for _ in range(2)]
+    half = _Half(norm=norm, normed=_room(*middle.shape, norm), middle=middle)
+    half.run(GATES, eps, products, [None, *gates, None], [None] * 4, inner=len(products[1]))
+    return gates
+
+
 class FrontHalf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, eps: float, owned: bool, stream: Tensor, *weights: Tensor | None):
-        ctx.eps, ctx.owned, ctx.weights = eps, owned, weights
+    def forward(ctx, eps: float, stream: Tensor, *weights: Tensor | None):
+        ctx.eps, ctx.weights = eps, weights
         ctx.save_for_backward(stream, *weights)  # the weights, too: torch then notices when one was written to
         ctx.set_materialize_grads(False)
         return *_front_forward(eps, stream, [*weights]), stream.view_as(stream)
@@ -274,46 +289,48 @@ class FrontHalf(torch.autograd.Function):
         norm, *products = ctx.weights
         own, dout, rows = products[: len(products) // 2], grads[-1], len(stream)
         given = [
-            _room(rows, len(w)).zero_() if g is None else g.to(torch.bfloat16).contiguous()
+            _room(rows, len(w), norm).zero_() if g is None else g.to(norm.dtype).contiguous()
             for g, w in zip(grads, own, strict=False)
         ]
-        totals = _totals(own, ctx.needs_input_grad[4:], owned=ctx.owned)
+        totals = _totals(own, ctx.needs_input_grad[3:])
         dstream, shares = torch.empty_like(stream), _shares(stream)
         widths = [len(w) for w in own]
         half = _Half(
-            stream=stream, norm=norm, normed=_room(*stream.shape), dout=None if dout is None else dout.contiguous(),
-            joined=_room(rows, sum(widths)), tiles=_tiles(rows, sum(_whole_tiles(w) for w in widths)), dnormed=_room(*stream.shape), dstream=dstream,
-            shares=shares,
+            stream=stream, norm=norm, normed=_room(*stream.shape, norm), dout=None if dout is None else dout.contiguous(),
+            joined=_room(rows, sum(widths), norm), tiles=_tiles(rows, sum(_whole_tiles(w) for w in widths), norm),
+            dnormed=_room(*stream.shape, norm), dstream=dstream, shares=shares,
         )  # fmt: skip
         half.run(FRONT_BACKWARD, ctx.eps, products, given, [total for total, _ in totals])
         biases = [None if b is None else g.float().sum(0).to(b.dtype) for b, g in zip(products[len(own) :], given)]
-        return None, None, dstream, shares.sum(0).to(norm.dtype), *_returned(own, totals), *biases
+        return None, dstream, shares.sum(0).to(norm.dtype), *_returned(own, totals), *biases
 
 
 class BackHalf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, eps: float, owned: bool, attended: Tensor, stream: Tensor, *weights: Tensor | None):
-        out, middle, gate, up = _back_forward(eps, attended, stream, [*weights], keep=True)
-        ctx.eps, ctx.owned, ctx.weights = eps, owned, weights
-        ctx.save_for_backward(attended, middle, gate, up, *weights)
+    def forward(ctx, eps: float, twice: bool, attended: Tensor, stream: Tensor, *weights: Tensor | None):
+        out, middle, *gates = _back_forward(eps, attended, stream, [*weights], keep=not twice)
+        ctx.eps, ctx.weights, ctx.gates = eps, weights, len(gates)
+        ctx.save_for_backward(attended, middle, *gates, *weights)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> Any:
-        attended, middle, gate, up = ctx.saved_tensors[:4]
+        attended, middle, *kept = ctx.saved_tensors  # asked for once: a layer that runs twice gives them once
         norm, *products = ctx.weights
+        gate, up = kept[:2] if ctx.gates else _gates_again(ctx.eps, middle, ctx.weights)
         own = products[: len(products) // 2]
-        totals = _totals(own, ctx.needs_input_grad[5:], owned=ctx.owned)
+        totals = _totals(own, ctx.needs_input_grad[5:])
         dattended, dstream, shares = torch.empty_like(attended), torch.empty_like(middle), _shares(middle)
         rows, inner = gate.shape
         half = _Half(
-            norm=norm, normed=_room(*middle.shape), attended=attended, middle=middle, inner=_room(rows, inner),
-            dout=grad.contiguous(), joined=_room(rows, 2 * inner), tiles=_tiles(rows, max(2 * _whole_tiles(inner), _whole_tiles(middle.shape[1]))),
-            dnormed=_room(*middle.shape), dattended=dattended, dstream=dstream, shares=shares,
+            norm=norm, normed=_room(*middle.shape, norm), attended=attended, middle=middle, inner=_room(rows, inner, norm),
+            dout=grad.contiguous(), joined=_room(rows, 2 * inner, norm),
+            tiles=_tiles(rows, max(2 * _whole_tiles(inner), _whole_tiles(middle.shape[1])), norm),
+            dnormed=_room(*middle.shape, norm), dattended=dattended, dstream=dstream, shares=shares,
         )  # fmt: skip
         half.run(BACK_BACKWARD, ctx.eps, products, [None, gate, up, None], [total for total, _ in totals])
-        bias = None if products[len(own)] is None else dstream.sum(0).to(torch.bfloat16)
+        bias = None if products[len(own)] is None else dstream.sum(0).to(norm.dtype)
         returned = _returned(own, totals)
         return None, None, dattended, dstream, shares.sum(0).to(norm.dtype), *returned, bias, None, None, None
 
@@ -321,11 +338,11 @@ class BackHalf(torch.autograd.Function):
 Total = tuple[Tensor | None, bool]  # where a weight's gradient is added, and whether that is the optimizer's
 
 
-def _totals(weights: Weights, wanted: tuple[bool, ...], *, owned: bool) -> list[Total]:
+def _totals(weights: Weights, wanted: tuple[bool, ...]) -> list[Total]:
     """For each weight."""
     found = list[Total]()
     for weight, wants in zip(weights, wanted, strict=False):
-        main = main_grad(weight) if owned and wants and weight is not None else None
+        main = main_grad(weight) if wants and weight is not None else None
         if main is not None and main.is_contiguous() and main.dtype == torch.float32:
             found.append((main, True))
         else:
@@ -336,13 +353,14 @@ def _totals(weights: Weights, wanted: tuple[bool, ...], *, owned: bool) -> list[
 def _returned(weights: Weights, totals: list[Total]) -> list[Tensor | None]:
     """What autograd gets of them."""
     return [
-        None if total is None or is_main else total.to(torch.bfloat16)
-        for _, (total, is_main) in zip(weights, totals, strict=True)
+        None if total is None or is_main else total.to(weight.dtype)
+        for weight, (total, is_main) in zip(weights, totals, strict=True)
     ]
 
 
-def _room(rows: int, width: int) -> Tensor:
-    return torch.empty(rows, width, dtype=torch.bfloat16)
+def _room(rows: int, width: int, like: Tensor) -> Tensor:
+    """[rows, width] in the dtype of a weight."""
+    return torch.empty(rows, width, dtype=like.dtype)
 
 
 def _shares(stream: Tensor) -> Tensor:
@@ -353,9 +371,9 @@ def _whole_tiles(width: int) -> int:
     return -(-width // TILE) * TILE
 
 
-def _tiles(rows: int, width: int) -> Tensor:
+def _tiles(rows: int, width: int, like: Tensor) -> Tensor:
     """For gradients of `width` outputs, in whole tiles, of products whose weights' gradients are computed together."""
-    return _room(rows + rows % 2, width)
+    return _room(rows + rows % 2, width, like)
 
 
 class _Half:
@@ -369,12 +387,15 @@ class _Half:
     def __init__(self, **tensors: Tensor | None) -> None:
         self._tensors = tensors
 
-    def run(self, kind: int, eps: float, products: Weights, outs: Sequence[Tensor | None], totals: list[Any]) -> None:
+    def run(
+        self, kind: int, eps: float, products: Weights, outs: Sequence[Tensor | None], totals: list[Any], inner: int = 0
+    ) -> None:
         own, biases = products[: len(outs)], products[len(outs) :]
         floats = [None if b is None else b.detach().float() for b in biases]
-        normed, attended, inner = (self._tensors.get(name) for name in ("normed", "attended", "inner"))
+        normed, attended, room = (self._tensors.get(name) for name in ("normed", "attended", "inner"))
         assert normed is not None
-        sizes = [*normed.shape, *(0 if x is None else x.shape[1] for x in (inner, attended)), len(own)]
+        widths = [inner if room is None else room.shape[1], 0 if attended is None else attended.shape[1]]
+        sizes = [*normed.shape, *widths, len(own)]
         half = torch.tensor([*sizes, *(_address(self._tensors.get(name)) for name in self.PLACES)])
         table = torch.tensor(
             [
@@ -382,7 +403,9 @@ class _Half:
                 for w, b, out, total in zip(own, floats, outs, totals, strict=True)
             ]
         )
-        cpu_kernels.library().rondel_layer_half(kind, half.data_ptr(), table.data_ptr(), eps, torch.get_num_threads())
+        cpu_kernels.library().rondel_layer_half(
+            CODES[normed.dtype], kind, half.data_ptr(), table.data_ptr(), eps, torch.get_num_threads()
+        )
 
 
 def _address(tensor: Tensor | None) -> int:

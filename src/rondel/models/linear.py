@@ -38,8 +38,8 @@ from rondel.models.cpu_kernels import (
     has_panels,
     join_halves,
     library,
-    pack_pairs,
     pack_panels,
+    pack_words,
     pair_product,
     panel_product,
 )
@@ -220,17 +220,18 @@ def equal_blocks(dtype: torch.dtype) -> Iterator[None]:
     """While it holds, a row of a product has the same bits however many are beside it: for aligned numerics. oneDNN's
     bfloat16 takes other kernels for few rows and for many, at sizes that differ by matrix, so each product has `BLOCK`.
     """
-    outer = getattr(_company, "rows", 0)
-    _company.rows = BLOCK if dtype == torch.bfloat16 and not is_widened(dtype) else outer
+    outer = getattr(_company, "rows", 0), is_compared()
+    _company.rows = BLOCK if dtype == torch.bfloat16 and not is_widened(dtype) else outer[0]
+    _company.compared = True
     try:
         yield
     finally:
-        _company.rows = outer
+        _company.rows, _company.compared = outer
 
 
 def is_compared() -> bool:
     """Whether this is inside `equal_blocks`, so that bits are compared with those of others."""
-    return getattr(_company, "rows", 0) > 0
+    return getattr(_company, "compared", False)
 
 
 @contextmanager
@@ -297,7 +298,7 @@ class PackedLinear:
             bias = None if bias is None else bias.float()
         held = [w.detach() if self._form == PAIRS else w.detach().to(_packed_dtype(w.dtype)) for w in weights]
         if self._form == PAIRS:
-            packed, bias = pack_pairs(held), None if bias is None else bias.float()
+            packed, bias = pack_words(held), None if bias is None else bias.float()
         elif self._form == PANELS:
             packed = pack_panels(held)
         else:
@@ -312,7 +313,7 @@ class PackedLinear:
             and not is_compared()
             and weight.dtype == torch.bfloat16
             and not weight.shape[1] % 2
-            and has_pairs()
+            and has_tiles()
         ):
             return PAIRS
         return PANELS if _in_panels(weight.dtype) else ONEDNN
@@ -563,9 +564,9 @@ def _in_panels(dtype: torch.dtype) -> bool:
     return (dtype == torch.float32 or is_widened(dtype)) and has_avx2_alone() and has_panels()
 
 
-def has_pairs() -> bool:
-    """Whether products of pairs are the faster ones here: where this CPU multiplies bfloat16 in vectors. Tiles of AMX are
-    faster still from some rows on, and oneDNN's.
+def has_tiles() -> bool:
+    """Whether products by the tiles of cpu_tiles.h are the faster ones here: where this CPU multiplies bfloat16 in vectors.
+    Tiles of AMX are faster still from some rows on, and oneDNN's.
     """
     return library() is not None and has_bf16_vectors()
 

@@ -208,7 +208,7 @@ def _install(model: Any) -> tuple[list[Any], int, list[Any], list[int], Compress
         install_fp32_stream(model, decoder_of(model))
     install_kept_inputs(decoder_of(model))
     install_rotary(decoder_of(model))
-    if model.dtype == torch.bfloat16:
+    if model.dtype in cpu_kernels.CODES:
         install_layer_halves(decoder_blocks(model, decoder_of(model)))
     return found
 

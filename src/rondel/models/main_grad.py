@@ -11,12 +11,16 @@ is summed. Megatron-LM calls the accumulator `main_grad` and this gradient accum
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+_returned = threading.local()
 _masters: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> a weak reference to its master
 
 
@@ -30,9 +34,19 @@ def is_owned(weight: Tensor) -> bool:
     return weight.is_cpu and weight in _masters
 
 
+@contextmanager
+def returned_gradients() -> Iterator[None]:
+    """Inside, on this thread, no accumulator is added to: autograd gets all gradients, as if nobody owned a weight."""
+    outer, _returned.on = getattr(_returned, "on", False), True
+    try:
+        yield
+    finally:
+        _returned.on = outer
+
+
 def main_grad(weight: Tensor) -> Tensor | None:
     """The fp32 accumulator of an owned weight, made when it is first asked for."""
-    master = _masters[weight]() if is_owned(weight) else None
+    master = _masters[weight]() if is_owned(weight) and not getattr(_returned, "on", False) else None
     if master is None:
         return None
     if master.grad is None:

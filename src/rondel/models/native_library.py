@@ -32,7 +32,7 @@ SWITCH = "RONDEL_CPU_KERNELS"
 SOURCES = [
     Path(__file__).with_name(f"cpu_{name}.cpp") for name in ("kernels", "product", "pairs", "layers", "halves", "tree")
 ]
-HEADERS = [Path(__file__).with_name(name) for name in ("cpu_rows.h", "cpu_pairs.h", "cpu_panels.h")]
+HEADERS = [Path(__file__).with_name(name) for name in ("cpu_rows.h", "cpu_tiles.h", "cpu_panels.h")]
 OPTIONS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LONGEST = 300.0  # seconds that a compiler may take, and the one who waits for it
 
@@ -53,11 +53,11 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_pack": [CODE, PLACE, PLACE, WHOLE, WHOLE, THREADS],
     "rondel_product": [CODE, *[PLACE] * 4, *[WHOLE] * 3, THREADS],
     "rondel_decode": [CODE, *[PLACE] * 9, *[WHOLE] * 10, REAL, THREADS],
-    "rondel_pack_pairs": [PLACE, PLACE, *[WHOLE] * 4, THREADS],
+    "rondel_pack_words": [PLACE, PLACE, *[WHOLE] * 4, THREADS],
     "rondel_pair_product": [*[PLACE] * 4, *[WHOLE] * 3, THREADS],
-    "rondel_layer_half": [CODE, PLACE, PLACE, REAL, THREADS],
-    "rondel_tree": [CODE, PLACE, REAL, THREADS],
-    "rondel_layers": [PLACE, WHOLE, CODE, *[PLACE] * 11, *[WHOLE] * 4, REAL, REAL, THREADS],
+    "rondel_layer_half": [CODE, CODE, PLACE, PLACE, REAL, THREADS],
+    "rondel_tree": [CODE, CODE, PLACE, REAL, THREADS],
+    "rondel_layers": [CODE, PLACE, WHOLE, CODE, *[PLACE] * 11, *[WHOLE] * 4, REAL, REAL, THREADS],
 }
 
 

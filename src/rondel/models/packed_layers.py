@@ -5,8 +5,8 @@ attention of a prompt (cpu_layers.cpp).
                      one team of threads, a barrier between two operations
 
 A step of few requests spends half of its time in Python and between threads that begin and end, a thousand times a
-step. For dense decoders written like llama's, in bfloat16 with their residual stream in fp32, on CPUs that multiply
-bfloat16 in vectors; every other pass goes through the modules. It rounds where they do, and its products have other
+step. For dense decoders written like llama's, in bfloat16 or float32 with their residual stream in fp32, on CPUs that
+multiply bfloat16 in vectors; every other pass goes through the modules. It rounds where they do, and its products have other
 last bits than oneDNN's, and those of the trainer (models/layer_halves.py). Before the first pass of an engine each layer
 is computed both ways from the same stream, and where one differs the modules stay.
 """
@@ -27,7 +27,7 @@ from rondel.models import cpu_kernels
 from rondel.models.blocks import LIKE_LLAMA, decoder_blocks
 from rondel.models.cache_pools import LayerPools
 from rondel.models.dense_attention import ScoreRule
-from rondel.models.linear import has_pairs, has_spare_memory, modules_alone
+from rondel.models.linear import has_spare_memory, has_tiles, modules_alone, packed_linears, without_packing
 from rondel.models.main_grad import Stamp, stamp_of
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.prompt_attention import PromptAttention
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 FRONT, ATTENTION, BACK = 1, 2, 4  # parts of a layer, as in cpu_layers.cpp
 LONGEST = 512  # numbers of a head
 UNIT = 16  # outputs that are packed together
-TOLERANCE = 0.02  # of what a layer adds to the stream: five of bfloat16's half steps
+# of what a layer adds to the stream: five half steps of bfloat16
+TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 PROBE = (5, 9, 2)  # tokens of the sequences that are computed both ways
 
 
@@ -108,6 +109,8 @@ class PackedLayers:
             if not self._held and not has_spare_memory(weights):
                 return False
             self._held = []
+            for copies in (copies for layer in self._layers for copies in packed_linears(layer)):
+                copies.drop_packed()  # made by a pass through the modules, as when the model was loaded
             self._held = [_packed_parts(layer) for layer in self._layers]
             self._stamp = stamp
         return True
@@ -144,7 +147,7 @@ class PackedLayers:
         worst = 0.0
         for given, own in zip(_probe_steps(pools, self.loaded), _probe_steps(own_pools, self.loaded), strict=True):
             tokens, positions, layout = given
-            with _Streams(self._layers) as streams, modules_alone():
+            with _Streams(self._layers) as streams, modules_alone(), without_packing():
                 self.loaded.hidden_states(tokens, positions, cast(Any, _NotedRules(layout, noted)))
             self._rules = [noted[layer.self_attn.layer_idx] for layer in self._layers]
             if not all(_is_windowed(rule, self._rules[0].scale) for rule in self._rules) or not self._is_packed():
@@ -155,12 +158,12 @@ class PackedLayers:
                 under_way.run_around_chunks(at)
                 off = float((under_way.stream - after).norm() / (after - before).norm().clamp_min(1e-30))
                 worst = max(worst, off) if off == off else math.inf
-        if worst <= TOLERANCE:
+        if worst <= (limit := TOLERANCE[self.loaded.dtype]):
             return True
         emit(
             Warned(
                 f"'{self.loaded.name}': a layer of it in one call adds something else than its module, by {worst:.2g} of "
-                f"it (limit {TOLERANCE}), so the engine computes with modules, slower"
+                f"it (limit {limit:g}), so the engine computes with modules, slower"
             )
         )
         return False
@@ -184,7 +187,8 @@ class LayerPass:
         self.stream, self._layout, self._rules = stream, layout, rules
         self._eps = layers[0].input_layernorm.variance_epsilon
         rows, width = stream.shape
-        like = torch.empty(1, shared, size, dtype=torch.bfloat16)
+        self._dtype = layers[0].input_layernorm.weight.dtype
+        like = torch.empty(1, shared, size, dtype=self._dtype)
         numbers = [layer.self_attn.layer_idx for layer in layers]
         self._keys, self._values = (
             [pool.layer_pool(at, like) for at in numbers] for pool in (layout.keys, layout.values)
@@ -196,7 +200,7 @@ class LayerPass:
             ]
         )
         shapes = [(rows, width), (rows, (heads + 2 * shared) * size), *[(rows, heads, size)] * 2, (rows, inner)]
-        self._rooms = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+        self._rooms = [torch.empty(shape, dtype=self._dtype) for shape in shapes]
         self._q, self._attended = self._rooms[2:4]
         self._held = held, angles, layout.write.contiguous()  # whose addresses the call reads
         self._sizes = torch.tensor([rows, width, heads, shared, size, inner, self._keys[0].shape[1]])
@@ -215,7 +219,7 @@ class LayerPass:
         """These parts of `count` layers from `first` on."""
         _, (cosine, sine), write = self._held
         cpu_kernels.library().rondel_layers(
-            self._table[first].data_ptr(), count, parts, self._sizes.data_ptr(), self.stream.data_ptr(),
+            cpu_kernels.CODES[self._dtype], self._table[first].data_ptr(), count, parts, self._sizes.data_ptr(), self.stream.data_ptr(),
             cosine.data_ptr(), sine.data_ptr(), write.data_ptr(), self._places.data_ptr(),
             *(_address(x) for x in self._contexts), *self._family, self._decoding, self._eps, self._rules[0].scale,
             torch.get_num_threads(),
@@ -311,9 +315,9 @@ def _may_fit(loaded: LoadedModel) -> bool:
     """Whether its passes are those of one process and of plain weights in bfloat16 here."""
     return (
         loaded.device.type == "cpu"
-        and loaded.dtype == torch.bfloat16
-        and has_pairs()
-        and loaded.fp32_stream
+        and loaded.dtype in cpu_kernels.CODES
+        and has_tiles()
+        and (loaded.fp32_stream or loaded.dtype == torch.float32)
         and not (loaded.aligned or loaded.leads_ranks or loaded.routers or loaded.indexers or loaded.compressed)
         and loaded.state_bytes == 0
         and loaded.adapter is None
@@ -337,7 +341,7 @@ def _is_plain(layer: Any) -> bool:
         all(type(one) is nn.Linear and type(one.weight) is nn.Parameter for one in [*products, *gated])
         and all(one.bias is None for one in gated)
         and len({one.bias is None for one in products[:3]}) == 1
-        and all(p.dtype == torch.bfloat16 and p.is_contiguous() for p in layer.parameters())
+        and all(p.dtype == norms[0].weight.dtype and p.is_contiguous() for p in layer.parameters())
         and all(n % UNIT == 0 for one in [*products, *gated] for n in one.weight.shape)
         and attention.head_dim % UNIT == 0
         and attention.head_dim <= LONGEST
@@ -362,13 +366,13 @@ def _packed_parts(layer: Any) -> list[Tensor | None]:
     out = attention.o_proj
     return [
         layer.input_layernorm.weight.detach(),
-        cpu_kernels.pack_pairs([one.weight for one in joined]),
+        cpu_kernels.pack_words([one.weight for one in joined]),
         biases,
         q_norm,
         k_norm,
-        cpu_kernels.pack_pairs([out.weight]),
+        cpu_kernels.pack_words([out.weight]),
         None if out.bias is None else out.bias.detach().float(),
         layer.post_attention_layernorm.weight.detach(),
-        cpu_kernels.pack_pairs([mlp.gate_proj.weight, mlp.up_proj.weight], in_turns=True),
-        cpu_kernels.pack_pairs([mlp.down_proj.weight]),
+        cpu_kernels.pack_words([mlp.gate_proj.weight, mlp.up_proj.weight], in_turns=True),
+        cpu_kernels.pack_words([mlp.down_proj.weight]),
     ]

@@ -125,8 +125,7 @@ class PackedLayout:
             from rondel.models.tree_attention import tree_attention
 
             return tree_attention(q, k, v, self.tree, rule)
-        in_pairs = self._is_plain and q.dtype == torch.bfloat16 and has_bf16_vectors()
-        if in_pairs and takes_tree(q, k, v, rule) and has_kernels(q, k, v):
+        if self._is_plain and has_bf16_vectors() and takes_tree(q, k, v, rule) and has_kernels(q, k, v):
             return attend_tree(q, k, v, self.table, rule, library())
         heads, shared, size = q.shape[1], k.shape[1], v.shape[2]
         queries, keys, values = self._query_rows(heads)(q), self._context_rows(shared)(k), self._context_rows(shared)(v)

@@ -1,7 +1,7 @@
-"""Attention of packed training in loops for CPUs that multiply bfloat16 in vectors (cpu_tree.cpp): no mask, no padding, no
+"""Attention of packed training in loops for CPUs with AVX-512 (cpu_tree.cpp): no mask, no padding, no
 copy of a shared prompt, and no scores that wait for the backward pass.
 
-    o_i = sum_j p_ij v_j,   p_ij = exp(scale q_i k_j - lse_i)      over the j that i sees, p rounded to bfloat16
+    o_i = sum_j p_ij v_j,   p_ij = exp(scale q_i k_j - lse_i)      over the j that i sees, p rounded to its dtype
     ds_ij = scale p_ij (do_i v_j - sum_j p_ij do_i v_j),           dq = ds K,  dk = dsᵀ Q,  dv = pᵀ do, summed in fp32
 
 Scores are in fp32, as those of a decode step. Gradients of keys that several answers share are added in a fixed order.
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rondel.models.tree_attention import TreeSegment
 
 UNIT, WIDEST = 32, 256  # numbers of a head
+CODES = {torch.float32: 0, torch.bfloat16: 1}  # as in models/cpu_kernels.py
 
 
 def takes_tree(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> bool:
@@ -30,7 +31,7 @@ def takes_tree(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> bool:
     others = (rule.softcap, rule.chunk, rule.sinks, rule.slopes, rule.chosen, rule.images)
     return (
         all(other is None for other in others)
-        and q.dtype == k.dtype == v.dtype == torch.bfloat16
+        and q.dtype == k.dtype == v.dtype in CODES
         and q.shape[2] == k.shape[2] == v.shape[2] <= WIDEST
         and not q.shape[2] % UNIT
         and len(q) > 0
@@ -69,7 +70,7 @@ class TreeTable:
         sizes = [heads, shared, size, rule.window or 0, len(self.first) - 1]
         read = (self.segments, self.above, self.members, self.first, q, k, *tensors)
         tree = torch.tensor([*sizes, *(x.data_ptr() for x in read)])
-        kernels.rondel_tree(int(backward), tree.data_ptr(), rule.scale, torch.get_num_threads())
+        kernels.rondel_tree(CODES[q.dtype], int(backward), tree.data_ptr(), rule.scale, torch.get_num_threads())
 
 
 def _places_of(segment: TreeSegment) -> range:

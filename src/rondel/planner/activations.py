@@ -42,15 +42,16 @@ def written_out_bytes(
     return int(shape.layers * layer + bytes_each * (normed_heads_size(shape) + feed_forward_size(shape))) + more
 
 
-def halves_bytes(shape: ModelShape) -> int:
+def halves_bytes(shape: ModelShape, bytes_each: float, keys: float, spread: float) -> int:
     """The same of layers in halves (models/layer_halves.py): the stream before and behind attention in fp32; of queries,
     keys and values those that attend, before their norms too where they have any; what they attend to; gate and up. Of
     the whole model the last norm's input and the angles of positions.
     """
     q_size, kv_size = shape.heads * shape.head, shape.kv_heads * shape.head
-    layer = 2 * 4 * shape.hidden + 2 * (2 * q_size + 2 * kv_size + 2 * shape.intermediate) + 4 * shape.heads
+    attention = bytes_each * 2 * (q_size + kv_size * spread) + 4 * shape.heads * keys
+    layer = 2 * 4 * shape.hidden + attention + bytes_each * 2 * shape.intermediate
     ends = 4 * shape.hidden + 2 * 4 * shape.head
-    return int(shape.layers * layer + 2 * normed_heads_size(shape) + ends)
+    return int(shape.layers * layer + bytes_each * normed_heads_size(shape) + ends)
 
 
 def megatron_bytes(shape: ModelShape, bytes_each: float = 2) -> int:
@@ -85,7 +86,13 @@ def feed_forward_size(shape: ModelShape) -> int:
 
 
 def kept_bytes(
-    shape: ModelShape, bytes_each: float, everything: float, recompute: str, activations: str = "device"
+    shape: ModelShape,
+    bytes_each: float,
+    everything: float,
+    recompute: str,
+    activations: str = "device",
+    *,
+    in_halves: bool = False,
 ) -> float:
     """Activations of a token for the backward pass, in bytes: of `everything`, what `trainer.memory.recompute` keeps.
 
@@ -96,5 +103,6 @@ def kept_bytes(
         inputs = shape.layers if activations == "device" else min(2, shape.layers)
         return 4 * inputs * shape.hidden + everything / shape.layers
     if recompute == "mlp":
-        return everything - bytes_each * feed_forward_size(shape) * (1 - 1 / shape.layers)
+        numbers = 2 * gated_size(shape) if in_halves else feed_forward_size(shape)
+        return everything - bytes_each * numbers * (1 - 1 / shape.layers)
     return everything

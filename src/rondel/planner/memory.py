@@ -309,7 +309,14 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
         whole = setting.width * (root + 2 * largest)
         summed = 0 if setting.rank else (setting.width + 4) * max(largest, root)  # over the ranks, in fp32
     tokens = micro_batch_tokens(setting)
-    kept = kept_bytes(s, setting.width, layer_bytes(setting, tokens), setting.recompute, setting.activations)
+    kept = kept_bytes(
+        s,
+        setting.width,
+        layer_bytes(setting, tokens),
+        setting.recompute,
+        setting.activations,
+        in_halves=setting.in_halves,
+    )
     chunk = 3 * 4 * min(tokens * s.vocab, LOGITS)
     rows["gathered layers"] = {phase: whole if phase in ("logprob", "train") else 0.0 for phase in PHASES}
     rows["gradient of a layer"] = {"train": summed}
@@ -349,7 +356,7 @@ def compiled_bytes(setting: Workload) -> float:
     have, two in the time of a token, and of a forward and a backward pass for each micro-batch.
     """
     passes = setting.packed_tokens / micro_batch_tokens(setting)
-    if setting.in_halves:  # the head's gradients alone
+    if setting.in_halves and setting.attends_in_tree:  # the head's gradients alone
         return PROGRAM * min(PROGRAMS, 4 * passes)
     return PROGRAM * min(PROGRAMS, 5 * min(setting.running, setting.samples, 2 * setting.output) + 15 * passes)
 
@@ -363,16 +370,18 @@ def micro_batch_tokens(setting: Workload) -> float:
 def layer_bytes(setting: Workload, tokens: float) -> float:
     """Activations of a token that a backward pass needs, in bytes."""
     s, long = setting.shape, setting.prompt + setting.mean
-    if setting.in_halves:
-        return halves_bytes(s)
+    if setting.attends_in_tree:  # as they lie, and one number in the place of a head's scores
+        if setting.in_halves:
+            return halves_bytes(s, setting.width, 1.0, 1.0)
+        return written_out_bytes(s, setting.width, 1.0, 1.0, widened=setting.widened, megatron=setting.megatron)
     written = [setting.new_tokens * long * (setting.mean < SHORT)]
     written.append(setting.prompts * setting.prompt**2 * (setting.prompt < SHORT))
     keys = sum(written) / setting.packed_tokens  # whose scores a token keeps
     if setting.hardware.on_gpu or tokens * s.heads * keys > DENSE * max(1.0, tokens / long):
         return activation_bytes(s, setting.width, megatron=setting.megatron)
     spread = (setting.samples * long + setting.prompts * setting.prompt) / setting.packed_tokens
-    if setting.pairs and not s.head % 32:  # as they lie, and one number in the place of a head's scores
-        keys, spread = 1.0, 1.0
+    if setting.in_halves:
+        return halves_bytes(s, setting.width, keys, spread)
     return written_out_bytes(s, setting.width, keys, spread, widened=setting.widened, megatron=setting.megatron)
 
 

@@ -41,6 +41,7 @@ class OtherPolicy:
 
 
 HALVED = ("llama", "mistral", "qwen2", "qwen3")  # as models/blocks.py: LIKE_LLAMA
+HALVES_UNIT = 16  # of which all sizes are multiples there, as in models/layer_halves.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Workload:
     others    models beside the policy: reference, reward model, teacher, critic, by name
     width     bytes of a weight that computes; packed_width: of a copy for products (models/linear.py)
     widened   products are computed in fp32 and rounded: a CPU without those of 16 bits. Copies for oneDNN are in fp32
-    pairs     weights of 16 bits on a CPU that multiplies them in pairs (models/layer_halves.py, models/tree_loops.py)
+    tiles     a CPU whose products are those of cpu_tiles.h (models/layer_halves.py, models/tree_loops.py)
               then, panels of bfloat16 on a CPU with AVX2 alone are not
     policies  those beside the main one, each with an engine and a trainer of its own
     rank      of an adapter, 0 for none;  four_bits: its base lies as NF4, and is decoded layer by layer for every pass
@@ -97,7 +98,7 @@ class Workload:
     width: int = 2
     packed_width: int = 2
     widened: bool = False
-    pairs: bool = False
+    tiles: bool = False
     rank: int = 0
     four_bits: bool = False
     sent_bits: float = 0.0
@@ -183,7 +184,15 @@ class Workload:
     @property
     def in_halves(self) -> bool:
         """Whether layers are computed in halves, and not by oneDNN."""
-        return self.pairs and not (self.rank or self.megatron or self.train_devices > 1) and self.shape.family in HALVED
+        s = self.shape
+        sizes = (s.hidden, s.heads * s.head, s.kv_heads * s.head, s.intermediate)
+        fits = s.family in HALVED and not any(size % HALVES_UNIT for size in sizes)
+        return fits and self.tiles and not (self.rank or self.megatron or self.train_devices > 1)
+
+    @property
+    def attends_in_tree(self) -> bool:
+        """Whether attention of packed training is that of models/tree_loops.py."""
+        return self.tiles and not self.shape.head % 32
 
     @property
     def packed_tokens(self) -> float:
@@ -305,7 +314,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         width=width,
         packed_width=4 if widened and (half or not _has_avx2_alone()) else width,
         widened=widened,
-        pairs=width == 2 and on_cpu and not widened and _has_pairs(),
+        tiles=on_cpu and not widened and _has_tiles(),
         rank=adapter.rank if adapter.kind != "off" else 0,
         four_bits=adapter.kind == "qlora",
         sent_bits=FORMAT_BITS.get(job.model.engine_format, 0.0),
@@ -368,7 +377,7 @@ def _has_bf16() -> bool:
     return bool(_cpu_flags() & {"avx512_bf16", "amx_bf16"})
 
 
-def _has_pairs() -> bool:
+def _has_tiles() -> bool:
     """As models/linear.py asks torch."""
     return "avx512_bf16" in _cpu_flags() and "amx_tile" not in _cpu_flags()
 

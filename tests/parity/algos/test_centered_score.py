@@ -139,6 +139,7 @@ def test_the_engine_tells_the_distribution_that_it_drew_from(cut):
                     assert logprobs[list(ids).index(t.tokens[at])] == pytest.approx(t.logprobs[at], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_trainer_centers_by_the_same_tokens_in_any_split():
     """The gradient on the weights against autograd through written-out logits; the policy is not the behavior."""
     loaded, algo = tiny(), row("score_centering", surrogate={"low": 0.8, "high": 1.2, "top": 6})
@@ -170,6 +171,7 @@ def test_the_trainer_centers_by_the_same_tokens_in_any_split():
     assert wanted.norm() > 1e-3 and apart(whole, wanted) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind,knobs", [("score_centering", {"top": 6}), ("klpo", {"estimator": "topk", "top": 6})])
 def test_answers_with_fewer_tokens_to_record_stand_in_one_batch(kind, knobs):
     """Top-p left some answers 3 tokens at the most and others 6: together they have the gradient of each alone."""
@@ -211,6 +213,7 @@ def test_more_tokens_in_the_place_of_one_in_chunks(monkeypatch):
     assert (ours.grad - plain.grad).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_a_run_centers_stores_what_it_needs_and_refuses_without_it(tmp_path):
     run(tmp_path, algo={"kind": "score_centering", "surrogate": {"top": 5}}, loop__steps=2, loop__warmup__steps=1)
     found = [t for g in store.groups_of(store.read_step(tmp_path, 3)) for t in g.trajectories if t.written]

@@ -51,6 +51,7 @@ def test_tokens_earn_the_credit_of_criteria_whose_hint_makes_them_likelier():
         CriterionBonus(criteria={"style": 0}).shape_advantages(plain, told)
 
 
+@pytest.mark.slow
 def test_the_policy_scores_its_answers_again_behind_hints():
     """Margins against written-out logits behind each hint; the advantages are theirs; two packings agree."""
     loaded = tiny_model()

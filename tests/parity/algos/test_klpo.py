@@ -115,6 +115,7 @@ def test_more_draws_change_nothing_that_is_drawn():
         open_channels(frozenset({"behavior_top:3", "behavior_draws:3"}), 99)
 
 
+@pytest.mark.slow
 def test_the_trainer_regresses_on_what_was_drawn_in_any_split():
     """The gradient on the weights against autograd through written-out logits; the policy is not the sampler."""
     loaded, algo = tiny_model(), row("klpo", surrogate={"draws": 6, "beta": 0.3})

@@ -309,6 +309,7 @@ def test_turns_that_saw_the_same_are_compared():
     assert second == pytest.approx([0.5 + 0.5, -0.5 - 0.5, 0.0]), "the last one's state was seen by no other"
 
 
+@pytest.mark.slow
 def test_echo_learns_the_tokens_that_came_back_as_a_likelihood_of_their_own():
     """Its gradient less that of dr_grpo is 0.1 times that of the mean -log pi of what was read, in any split."""
 

@@ -55,6 +55,7 @@ def test_opsa_counts_what_it_chose_and_pushes_it_down():
     assert bool((slope[free, 0] <= heaviest + 1e-12).all() and (slope[free, 0] >= heaviest / 2 - 1e-12).all())
 
 
+@pytest.mark.slow
 def test_ssd_learns_the_models_own_distribution():
     """The gradient of a step on samples of temperature 0.7 and top-k 4 is that of plain cross-entropy, written out."""
     loaded, algo = tiny_model(), row("ssd")

@@ -1,0 +1,103 @@
+// x [rows, in] @ w [out, in]^T of bfloat16 or float32 numbers, JOINED of a row at a time: AVX-512 multiplies two bfloat16
+// numbers at once, and an fp32 sum takes x₁w₁ and x₀w₀ of a pair one after the other. Weights lie in panels of WIDTH
+// outputs, [out / WIDTH, in / JOINED, WIDTH, JOINED], the last one filled up with zeros, so a product reads them once, in
+// the order in which they lie.
+//
+// A row's sums are taken in the order of `in`, whoever is beside it, so its bits depend on nothing but the row.
+
+#pragma once
+
+#include "cpu_rows.h"
+
+namespace {
+
+template <class T> constexpr int64_t JOINED = sizeof(int32_t) / sizeof(T);  // numbers that are multiplied at once: a word
+constexpr int64_t WIDTH = 32;  // outputs of a panel: two registers
+constexpr int64_t HALF = 16;   // outputs of a register
+constexpr int64_t TILE = 12;   // rows: with 32 outputs three quarters of all registers hold sums
+constexpr int64_t MOST = 192;  // rows that are computed over one reading of the weights
+
+// sums [R, WIDTH] of a panel over rows that are `step` numbers apart, whose words are `stride` words apart
+#ifdef __AVX512BF16__
+inline __m512 add_products(__m512 sum, __m512i x, __m512i w, bf16) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w); }
+inline __m512 add_products(__m512 sum, __m512i x, __m512i w, float) { return _mm512_fmadd_ps((__m512)x, (__m512)w, sum); }
+
+template <class T, int R, int64_t stride = 1>
+inline void tile_sums(const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
+    constexpr int64_t J = JOINED<T>;
+    __m512 held[R][2];
+    for (int r = 0; r < R; r++) held[r][0] = held[r][1] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < words; k++, panel += J * WIDTH) {
+        __m512i low = _mm512_loadu_si512(panel), high = _mm512_loadu_si512(panel + J * HALF);
+        __builtin_prefetch((const char *)panel + 1024);
+        __builtin_prefetch((const char *)panel + 1088);
+        for (int r = 0; r < R; r++) {
+            int32_t word;
+            memcpy(&word, x + r * step + J * stride * k, sizeof word);
+            __m512i all = _mm512_set1_epi32(word);
+            held[r][0] = add_products(held[r][0], all, low, T());
+            held[r][1] = add_products(held[r][1], all, high, T());
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + r * WIDTH + half * HALF, held[r][half]);
+}
+#else  // the same sums on a processor without such products: for tests, far from fast
+template <class T, int R, int64_t stride = 1>
+inline void tile_sums(const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
+    constexpr int64_t J = JOINED<T>;
+    for (int64_t i = 0; i < R * WIDTH; i++) sums[i] = 0;
+    for (int64_t k = 0; k < words; k++, panel += J * WIDTH)
+        for (int r = 0; r < R; r++)
+            for (int64_t j = J - 1; j >= 0; j--) {
+                float one = wide(x[r * step + J * stride * k + j]);
+                for (int64_t i = 0; i < WIDTH; i++) sums[r * WIDTH + i] += one * wide(panel[J * i + j]);
+            }
+}
+#endif
+
+// the same of up to TILE rows
+template <class T> inline void row_sums(int64_t rows, const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
+    switch (rows) {
+        case 1: tile_sums<T, 1>(x, step, panel, words, sums); break;
+        case 2: tile_sums<T, 2>(x, step, panel, words, sums); break;
+        case 3: tile_sums<T, 3>(x, step, panel, words, sums); break;
+        case 4: tile_sums<T, 4>(x, step, panel, words, sums); break;
+        case 5: tile_sums<T, 5>(x, step, panel, words, sums); break;
+        case 6: tile_sums<T, 6>(x, step, panel, words, sums); break;
+        case 7: tile_sums<T, 7>(x, step, panel, words, sums); break;
+        case 8: tile_sums<T, 8>(x, step, panel, words, sums); break;
+        case 9: tile_sums<T, 9>(x, step, panel, words, sums); break;
+        case 10: tile_sums<T, 10>(x, step, panel, words, sums); break;
+        case 11: tile_sums<T, 11>(x, step, panel, words, sums); break;
+        default: tile_sums<T, TILE>(x, step, panel, words, sums);
+    }
+}
+
+// sums [rows, WIDTH] of one panel
+template <class T> inline void panel_sums(int64_t rows, const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
+    for (int64_t left = (rows + TILE - 1) / TILE; left; left--) {
+        int64_t some = rows / left;  // as many in each as can be
+        row_sums(some, x, step, panel, words, sums);
+        x += some * step, sums += some * WIDTH, rows -= some;
+    }
+}
+
+// `use(first row, rows, panel, sums [rows, WIDTH])` of each panel, on the threads of the region that this is called in, which do not wait
+// for each other at its end.
+template <class T, class Use>
+inline void panel_product(const T *x, const T *panels, int64_t rows, int64_t in, int64_t count, const Use &use) {
+    for (int64_t first = 0; first < rows; first += MOST) {
+        int64_t some = std::min(MOST, rows - first);
+        alignas(64) float sums[MOST * WIDTH];
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t p = 0; p < count; p++) {
+            panel_sums(some, x + first * in, in, panels + p * in * WIDTH, in / JOINED<T>, sums);
+            use(first, some, p, sums);
+        }
+    }
+}
+
+inline int64_t panels_of(int64_t width) { return (width + WIDTH - 1) / WIDTH; }
+
+}  // namespace
