@@ -244,7 +244,7 @@ def _front_forward(eps: float, stream: Tensor, weights: Weights) -> list[Tensor]
     norm, *products = weights
     own = products[: len(products) // 2]
     outs = [_room(len(stream), len(w), norm) for w in own if w is not None]
-    half = _Half(stream=stream, norm=norm, normed=_room(*stream.shape, norm))
+    half = _Half(stream=stream, norm=norm, normed=_room(len(stream), stream.shape[1], norm))
     half.run(FRONT, eps, products, outs, [None] * len(own))
     return outs
 
@@ -269,7 +269,7 @@ def _gates_again(eps: float, middle: Tensor, weights: tuple[Any, ...]) -> list[T
     """Gate and up of the stream behind attention, as they were."""
     norm, *products = weights
     gates = [_room(len(middle), len(products[1]), norm) for _ in range(2)]
-    half = _Half(norm=norm, normed=_room(*middle.shape, norm), middle=middle)
+    half = _Half(norm=norm, normed=_room(len(middle), middle.shape[1], norm), middle=middle)
     half.run(GATES, eps, products, [None, *gates, None], [None] * 4, inner=len(products[1]))
     return gates
 
@@ -296,9 +296,9 @@ class FrontHalf(torch.autograd.Function):
         dstream, shares = torch.empty_like(stream), _shares(stream)
         widths = [len(w) for w in own]
         half = _Half(
-            stream=stream, norm=norm, normed=_room(*stream.shape, norm), dout=None if dout is None else dout.contiguous(),
+            stream=stream, norm=norm, normed=_room(len(stream), stream.shape[1], norm), dout=None if dout is None else dout.contiguous(),
             joined=_room(rows, sum(widths), norm), tiles=_tiles(rows, sum(_whole_tiles(w) for w in widths), norm),
-            dnormed=_room(*stream.shape, norm), dstream=dstream, shares=shares,
+            dnormed=_room(len(stream), stream.shape[1], norm), dstream=dstream, shares=shares,
         )  # fmt: skip
         half.run(FRONT_BACKWARD, ctx.eps, products, given, [total for total, _ in totals])
         biases = [None if b is None else g.float().sum(0).to(b.dtype) for b, g in zip(products[len(own) :], given)]
@@ -324,10 +324,10 @@ class BackHalf(torch.autograd.Function):
         dattended, dstream, shares = torch.empty_like(attended), torch.empty_like(middle), _shares(middle)
         rows, inner = gate.shape
         half = _Half(
-            norm=norm, normed=_room(*middle.shape, norm), attended=attended, middle=middle, inner=_room(rows, inner, norm),
+            norm=norm, normed=_room(len(middle), middle.shape[1], norm), attended=attended, middle=middle, inner=_room(rows, inner, norm),
             dout=grad.contiguous(), joined=_room(rows, 2 * inner, norm),
             tiles=_tiles(rows, max(2 * _whole_tiles(inner), _whole_tiles(middle.shape[1])), norm),
-            dnormed=_room(*middle.shape, norm), dattended=dattended, dstream=dstream, shares=shares,
+            dnormed=_room(len(middle), middle.shape[1], norm), dattended=dattended, dstream=dstream, shares=shares,
         )  # fmt: skip
         half.run(BACK_BACKWARD, ctx.eps, products, [None, gate, up, None], [total for total, _ in totals])
         bias = None if products[len(own)] is None else dstream.sum(0).to(norm.dtype)

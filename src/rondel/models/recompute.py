@@ -51,7 +51,7 @@ def install_recompute(
             f"'{model.config.model_type}'; {instead}"
         )
     for module in chosen:
-        module.runs_twice = adapter is None and store is None
+        setattr(module, "runs_twice", adapter is None and store is None)  # noqa: B010
         setattr(module, "forward", functools.partial(_run_twice, module.forward, adapter, store))  # noqa: B010
 
 
