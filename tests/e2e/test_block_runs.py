@@ -36,6 +36,7 @@ def test_ledger_versions_and_lag_are_those_of_any_run(folder):
     assert all(e["metrics"]["train/gap_max"] < 1e-5 for e in events(folder, "StepDone") if e["step"] > 2)
 
 
+@pytest.mark.slow
 def test_the_stored_blocks_are_those_that_were_seen(folder):
     """Law 5: a recorded log-probability is that of the weights that drew the token, of the block as it is stored."""
     [checkpoint] = [path for path in (folder / "checkpoints").iterdir() if path.name == "step-000003"]

@@ -39,6 +39,7 @@ def test_ledger_versions_and_lag_are_those_of_any_run(folder):
     assert all(e["metrics"]["train/gap_max"] < 1e-5 for e in events(folder, "StepDone"))
 
 
+@pytest.mark.slow
 def test_the_stored_chunks_are_those_that_the_world_took(folder):
     """Laws 4 and 5: played again from its seed, the world shows what is stored before each chunk, and pays its actions;
     recorded densities are those of the weights that drew them."""

@@ -40,6 +40,7 @@ def test_ledger_versions_and_lag_are_those_of_any_run(folder):
     assert first["metrics"]["train/tokens"] == sum(sum(row["mask"]) for row in rows[:4])
 
 
+@pytest.mark.slow
 def test_the_stored_actions_are_those_that_the_world_took(folder):
     """Law 5, of actions: played again from its seed, the world shows what is stored, and pays it; recorded densities
     are those of the weights that drew them."""

@@ -101,6 +101,7 @@ def test_the_newest_is_that_of_the_highest_number(whole, tmp_path):
     assert found is not None and found[0].name == "step-1000000"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["gone", "corrupt"])
 def test_a_run_whose_checkpoints_are_all_lost_does_not_begin_anew(whole, tmp_path, how):
     folder = tmp_path / "run"

@@ -36,6 +36,7 @@ def test_ledger_versions_and_lag_are_those_of_any_run(folder):
     assert all(e["metrics"]["train/gap_max"] < 1e-6 for e in events(folder, "StepDone") if e["step"] > 4)
 
 
+@pytest.mark.slow
 def test_the_stored_points_are_those_that_were_drawn(folder):
     """Law 5, of points: a chain has no gap, and its recorded densities are those of the weights that drew it."""
     [checkpoint] = [path for path in (folder / "checkpoints").iterdir() if path.name == "step-000009"]
@@ -51,6 +52,7 @@ def test_the_stored_points_are_those_that_were_drawn(folder):
     assert seen == 16
 
 
+@pytest.mark.slow
 def test_a_step_is_recomputed_from_its_stored_rollouts(folder):
     found, [done] = replay.replay(folder, 10), [e["metrics"] for e in events(folder, "StepDone") if e["step"] == 10]
     same = [name for name in found if not name.endswith("_s")]

@@ -54,6 +54,7 @@ def test_ledger_versions_and_lag_are_those_of_any_run(folder):
         assert len(finished["rewards"]) == len(finished["lengths"]) == 1
 
 
+@pytest.mark.slow
 def test_the_model_learns_from_earlier_steps_too(folder):
     """At most 60 transitions, in whole episodes, beside those of the step."""
     for done in events(folder, "StepDone"):

@@ -128,6 +128,7 @@ def test_the_gradient_is_one_for_any_split_and_for_blocks_of_queries(monkeypatch
     assert apart(gradient(whole, b, algo), parts) <= 1e-5
 
 
+@pytest.mark.slow
 def test_what_it_cannot_do_is_refused_by_name():
     loaded = model(KIND)
     with pytest.raises(ConfigError, match="numerics = 'fast'"):

@@ -96,6 +96,7 @@ def gap(a, b):
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 @EACH_MECHANISM
 def test_packed_and_paged_equal_the_plain_forward(kind):
     loaded, shared = model(kind), prompt(7, 21)

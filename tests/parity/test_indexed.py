@@ -99,6 +99,7 @@ def test_engine_and_transformers_choose_the_same_keys(kind, how):
     check_choice(kind, WAYS[how])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [WAYS["plain"], WAYS["two"]], ids=["plain", "two"])
 def test_they_do_so_with_whole_prompts_and_with_few_rows(how):
     check_choice("deepseek_v32", how)
@@ -190,6 +191,7 @@ def test_replayed_keys_close_the_gap_that_rounding_opens(kind):
     assert mean["both"] < 0.8 * mean["experts"] < mean["none"]
 
 
+@pytest.mark.slow
 def test_a_batch_brings_its_choices_to_the_trainer():
     """Through trajectories, groups and packing, with a prompt that siblings share."""
     loaded, moved = model("deepseek_v32"), other("deepseek_v32")

@@ -142,6 +142,7 @@ def test_retracted_and_continued_requests_answer_alike(how):
         torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_parked_request_goes_on_under_new_weights():
     loaded, asked = copy.deepcopy(model("youtu")), requests(4, 20)
     from rondel.sync.from_tensor import FromTensor

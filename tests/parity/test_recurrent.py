@@ -136,6 +136,7 @@ def test_neighbours_change_nothing(kind):
         assert float((logits_of(loaded, rows, [0] * len(rows), segments)[0] - own).abs().max()) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", covering(RECURRENT_FAMILIES, [*KEPT, "zamba"], fast=AT_ONCE))
 def test_a_cached_prompt_answers_as_a_cold_one(kind):
     """Siblings share the state behind their prompt; a second turn continues the state of the first answer."""
@@ -273,6 +274,7 @@ def test_scores_are_those_of_the_trainer():
     idle(e)
 
 
+@pytest.mark.slow
 def test_the_planner_counts_the_states():
     for kind in ("qwen3_5_text", "qwen3_5_moe_text"):
         assert model_shape({"random": kind, **FAMILIES[kind]}).state_bytes(4) == model(kind).state_bytes

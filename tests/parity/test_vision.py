@@ -101,6 +101,7 @@ def test_aligned_numerics_have_the_same_bits_with_pictures():
     assert all(np.array_equal(s.known.proximal.numpy(), s.known.behavior.numpy()) for s in batch.samples)
 
 
+@pytest.mark.slow
 def test_positions_and_pictures_are_what_makes_them_agree():
     """Text positions, or another picture, would show: a test that nothing can fail proves nothing."""
     m = model()
@@ -212,6 +213,7 @@ def test_long_segments_are_computed_in_blocks_that_see_the_rest_of_an_image(kind
     assert (gradient(blocks, ROW, batch_of(groups)) - exact).norm() <= 1e-5 * exact.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "breaks", "cells"), [("gemma3", "\n\n", 9), ("gemma4", "", 10)])
 def test_an_image_stands_in_the_frame_that_the_processor_writes(kind, breaks, cells):
     """The template writes one mark; the processor of Gemma 3 two breaks, the mark, the placeholders and the end, that
@@ -335,6 +337,7 @@ def test_another_picture_is_another_prefix_and_the_same_one_is_shared():
     idle(e)
 
 
+@pytest.mark.slow
 def test_what_was_seen_is_forgotten_with_the_weights_that_saw_it():
     """Parked in the middle of its prompt and of its answer; the tower learns; the
     sample goes on under what serves then.

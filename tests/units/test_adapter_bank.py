@@ -53,6 +53,7 @@ def test_each_request_reads_its_own(kind: str) -> None:
     assert len({tuple(c.logprobs) for c in done[:4]}) == 4, "the adapters should not all say the same"
 
 
+@pytest.mark.slow
 def test_cached_prefixes_are_of_one_adapter() -> None:
     loaded, _ = banked()
     e = engine(loaded)
@@ -122,6 +123,7 @@ def test_layers_of_other_ranks_and_scales_are_those_of_peft(tmp_path: Path) -> N
     assert torch.allclose(plain_logits(merged(plain, weights), tokens[0].tolist()), wanted, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_adapter_on_the_head_is_merged_and_the_embeddings_stay(tmp_path: Path) -> None:
     loaded = tiny("llama", **SIZE, tie_word_embeddings=True)
     plain, bank = twin(loaded), AdapterBank(loaded)

@@ -297,6 +297,7 @@ def test_one_client_whose_numbers_explode_stands_alone() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_fault_between_gradients_is_not_repeated(monkeypatch) -> None:
     """A part may have been added: all clients of the pass are told, none has half of a gradient or twice the whole."""
     s, plain = service()

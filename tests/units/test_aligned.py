@@ -19,6 +19,7 @@ from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.train.annotate import annotate_logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "granite_swa"])
 def test_the_gradient_is_that_of_the_fast_path(kind):
     loaded = model(kind, "float32")

@@ -42,6 +42,7 @@ def test_a_logprob_is_that_of_the_step_in_which_the_token_was_unmasked():
         assert unmasked == [2], "two of four masks in the first of three steps"
 
 
+@pytest.mark.slow
 def test_an_answer_is_the_same_alone_and_in_company():
     together = asyncio.run(draw(3))
     for how in ({"max_running": 1}, {"max_running": 2}):
@@ -72,6 +73,7 @@ def test_the_most_certain_positions_come_first():
     assert list(done.tokens) == state
 
 
+@pytest.mark.slow
 def test_text_ends_at_a_stop_token_inside_a_block():
     """What was drawn behind it is cut, and masks behind it are not drawn any more."""
     loaded = block_model()
@@ -98,6 +100,7 @@ class Forgetful(BlockEngine):
         return super().draw_step(answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numerics", ["aligned", "fast"])
 def test_what_is_cached_changes_nothing_and_is_computed_once(numerics):
     """The same tokens and log-probabilities as without, to the last bit in aligned numerics; and the work is counted."""
@@ -127,6 +130,7 @@ def test_what_is_cached_changes_nothing_and_is_computed_once(numerics):
     assert anew.account.counts["computed"] == again + 4 * states
 
 
+@pytest.mark.slow
 def test_a_prompt_is_cached_once_for_its_group():
     sampling = replace(asked(2).sampling, ignore_eos=True)
     e, requests = engine(MODEL), [replace(asked(2), key=k, sampling=sampling) for k in (3, 4, 5)]
@@ -151,6 +155,7 @@ def test_a_prompt_is_cached_once_for_its_group():
     assert [(d.tokens, d.logprobs) for d in done] == [(d.tokens, d.logprobs) for d in alone]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["hold", "abort"])
 def test_new_weights_never_read_what_old_ones_have_cached(how):
     """Law 7: keys and values of a layer that has changed are computed again."""
@@ -169,6 +174,7 @@ def test_new_weights_never_read_what_old_ones_have_cached(how):
         assert new.any() and torch.allclose(now[new], torch.tensor(done.logprobs)[new], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["hold", "abort"])
 def test_a_parked_text_goes_on_under_other_weights(how):
     """Parked inside a block it goes on there; aborted, from its last whole block (law 15)."""

@@ -299,6 +299,7 @@ def test_the_first_mini_batch_is_on_policy_to_the_bit():
     assert stats.metrics["train/ratio_max_deviation"] > 0 and stats.metrics["train/value_clip_fraction"] > 0
 
 
+@pytest.mark.slow
 def test_a_rate_of_0_changes_nothing():
     t = learned(lr=0.0, critic_lr=0.0, weight_decay=0.1, updates_per_step=2)
     before = [p.clone() for w in (t.weights, t.critic.weights) for p in w.masters]

@@ -140,6 +140,7 @@ def test_too_many_in_a_row_end_the_run():
     assert bits(t) != before
 
 
+@pytest.mark.slow
 def test_a_refusal_between_two_updates_tells_what_was_taken():
     """The first update cannot be taken back; the trainer says so, and that the weights
     did move, so that the sync agrees.

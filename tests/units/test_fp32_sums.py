@@ -97,6 +97,7 @@ def test_logprobs_and_their_gradient_are_those_of_fp32_logits():
     assert float((ours.grad - wanted).norm() / wanted.norm()) < 0.01
 
 
+@pytest.mark.slow
 def test_the_stream_is_fp32_behind_every_layer_and_what_is_rounded_is_not():
     for numerics, wanted in (("fast", torch.float32), ("rounded", torch.bfloat16)):
         loaded = model(numerics)

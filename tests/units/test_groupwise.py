@@ -85,6 +85,7 @@ def test_settings_reach_a_groupwise_function():
     assert [one.value for one in found] == [1.0, 0.25, 0.0] == list(rank(said("7", "is 7", "8"), TASK, window=1.0))
 
 
+@pytest.mark.slow
 def test_the_check_asks_about_the_three_answers_of_a_task_together():
     async def check():
         return await check_reward(pool, [TASK, Task("u", "x", {"answer": "5"})])

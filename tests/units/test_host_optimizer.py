@@ -85,6 +85,7 @@ def test_a_checkpoint_is_that_of_a_plain_trainer_and_goes_on_in_either(tmp_path,
     assert bits(plain) == bits(back) == bits(forth)
 
 
+@pytest.mark.slow
 def test_asleep_or_awake_the_host_keeps_what_it_has():
     """Law 8 counts the device: with `offload` beside it nothing of the optimizer is copied once more."""
     algo = row("ppo")
@@ -109,6 +110,7 @@ def test_gradients_of_several_micro_batches_add_up():
     assert torch.equal(*grads) and grads[0].any()
 
 
+@pytest.mark.slow
 def test_where_it_saves_nothing_it_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r'trainer.memory.optimizer = "host" saves memory of a GPU.*: remove the key'):
         run(tmp_path, trainer__memory={"optimizer": "host"})

@@ -48,6 +48,7 @@ def told(folder):
     return [repr({k: v for k, v in e.items() if k not in ("n", "t")}) for e in read(folder) if e["kind"] not in drop]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crash_after", [1, 3, 5])
 def test_an_interrupted_run_reads_as_if_it_had_not_been(tmp_path, crash_after):
     whole = write_run(tmp_path / "whole", steps=6)

@@ -83,7 +83,7 @@ def halves_of(loaded):
 
 
 @DTYPES
-@pytest.mark.parametrize("tokens", [4, 23, 900])
+@pytest.mark.parametrize("tokens", [4, 23, pytest.param(900, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_values_and_gradients_are_as_near_to_float64_as_those_of_modules(kind, tokens, dtype):
     loaded = model(kind, dtype)

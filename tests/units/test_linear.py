@@ -131,6 +131,7 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype, inside):
             assert torch.equal(stack(x[first : first + n].clone())[0], whole[first : first + n]), (first, n)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not linear._available(torch.float32), reason="no product of oneDNN on this processor")
 def test_what_few_numbers_of_rows_showed_holds_for_all():
     """A product's rows are filled up to a multiple that is measured on few: of 2 to 130 rows each has its bits."""

@@ -79,6 +79,7 @@ def test_the_kernel_computes_what_the_plain_code_does(how, dtype):
                 near(a, b, tolerance)
 
 
+@pytest.mark.slow
 def test_states_of_float32_meet_a_head_of_16_bits_as_in_the_plain_code():
     hidden, target, head = setup("plain", torch.float16)
     hidden = hidden.detach().float().requires_grad_()

@@ -34,6 +34,7 @@ def attend(rule: ScoreRule, seed: int = 0) -> tuple[torch.Tensor, ...]:
     return out, *torch.autograd.grad((out * weight).sum(), inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("long", [1, 300, 900])
 def test_blocks_attend_as_one_call(monkeypatch, name, long):

@@ -47,6 +47,7 @@ def test_gradients_that_float16_alone_would_lose_arrive() -> None:
     assert float(weights.gradient_norm()) == pytest.approx(float(x.float().sum(0).norm()) * 8**0.5 * 1e-9, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_float32_and_closer_to_it_than_that_of_bfloat16() -> None:
     algo = row("grpo")
     exact, half, brain = (
@@ -56,6 +57,7 @@ def test_the_gradient_is_that_of_float32_and_closer_to_it_than_that_of_bfloat16(
     assert apart(half / loss_scale.FIRST, exact) < 0.4 * apart(brain, exact) < 0.04
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
 def test_an_overflow_leaves_all_bits_and_halves_the_scale(kind) -> None:
     algo = row(kind)

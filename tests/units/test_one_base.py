@@ -62,6 +62,7 @@ def stored(folder: Path, policy: str = "") -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.slow
 def test_who_shares_an_aligned_base_is_aligned():
     base = tiny_model("llama")
     align_numerics(base)
@@ -205,6 +206,7 @@ def test_requests_of_all_policies_are_decoded_together_with_the_weights_of_the_l
         asyncio.run(e.generate(replace(ask(prompt(1, 4)), policy="crtic")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["policy missing", "other bits", "another root"])
 def test_an_update_that_fails_for_one_policy_serves_none(fault):
     """They have been written over already: nobody generates until a good update (law 6)."""

@@ -210,6 +210,7 @@ def test_schedules_at_named_points():
     assert at(0, "cosine", warmup=8, steps=8) == 0.25 and at(8, "cosine", warmup=8, steps=8) == 2.0
 
 
+@pytest.mark.slow
 def test_the_schedule_counts_from_the_first_step_of_its_phase():
     """After 3 supervised steps the RL schedule begins at its own 0."""
     algo = row("grpo")

@@ -172,6 +172,7 @@ def test_new_weights_are_packed_before_the_next_pass():
     assert torch.equal(logprobs(loaded, layers.hidden_states), third) and layers.packed_bytes == held
 
 
+@pytest.mark.slow
 def test_a_model_that_was_changed_goes_through_its_modules():
     for change in ("another parameter", "another module", "rounded"):
         loaded, _ = model("llama")

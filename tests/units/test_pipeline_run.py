@@ -149,6 +149,7 @@ def test_what_is_finished_is_skipped_and_tabled(file, whole):
     assert record.stages["exam"]["held_out"]["held_out"]["score"] == exam["score"] == scores[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

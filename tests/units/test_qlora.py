@@ -487,6 +487,7 @@ def test_what_if_a_base_lay_in_four_bits():
     assert of_job(Job.read("recipes/lora.toml", {"model.adapter.kind": "qlora"})).four_bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_family_that_clamps_what_a_layer_returns_trains_over_four_bits(dtype):
     """OLMo writes in place into q, k and v; q has an adapter here, k and v are bare layers in 4 bits."""

@@ -133,6 +133,7 @@ def test_the_least_recently_used_leaf_goes_first():
     assert tree.evict(1) == [20, 21] and tree.evict(1) == [30, 31] and tree.evict(9) == [10, 11]
 
 
+@pytest.mark.slow
 def test_an_eviction_works_for_what_it_frees_and_not_for_all_that_is_cached(monkeypatch):
     """It sorted every leaf at each call. Looked at are the leaves that go, and those that were used since, once."""
     tree, looked = RadixTree(), []

@@ -86,6 +86,7 @@ def test_the_gradient_of_a_trainer_is_the_plain_one(kind):
 PARTS = [(kind, parts) for kind in ("llama", "qwen3_moe", "lfm2") for parts in ("mlp", "layers")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "parts"), covering(PARTS, [*PARTS[:2], PARTS[3], PARTS[4]]))
 def test_less_is_kept_and_a_step_moves_the_same_bits(kind, parts):
     algo = row("ppo") if kind == "llama" else row("grpo")
@@ -101,6 +102,7 @@ def test_less_is_kept_and_a_step_moves_the_same_bits(kind, parts):
     assert all(torch.equal(a, b) for a, b in zip(*weights))
 
 
+@pytest.mark.slow
 def test_an_adapter_runs_again_as_it_ran():
     algo, grads = row("grpo"), []
     for how in ("none", "layers"):

@@ -134,6 +134,7 @@ def test_the_square_root_of_nothing_has_a_bounded_gradient():
     assert torch.allclose(y, x.sqrt()) and torch.allclose(x.grad, torch.tensor([1000.0, 1000.0, 1.0]))
 
 
+@pytest.mark.slow
 def test_rwkv_is_not_halved_where_it_serves():
     """transformers divides weights in place at the first pass that does not train; here they stay what was loaded, and
     both sides compute what it computes where it trains.

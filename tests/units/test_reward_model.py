@@ -163,6 +163,7 @@ def padded(model, rows, side):
         return model(input_ids=ids, attention_mask=mask, position_ids=places).logits[:, 0].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_score_is_that_of_transformers_whatever_is_beside_it(tmp_path, family):
     reward = build_reward({"kind": "model", "path": str(saved(tmp_path, family)), "template": TEMPLATE})

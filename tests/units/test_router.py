@@ -215,6 +215,7 @@ def test_what_a_replica_knows_of_a_prompt_is_its_longest_beginning_in_whole_bloc
         assert not any(computed.known_tokens(scope, tokens) for scope, _, tokens in acts)
 
 
+@pytest.mark.slow
 def test_a_prompt_of_a_million_tokens_is_few_blocks():
     """Its beginning is known to a sixty-fourth, from a column as from a list."""
     tokens = [i * 7919 % 50_000 for i in range(1 << 20)]

@@ -144,6 +144,7 @@ def check(env, *tasks):
         return {f.what: f for f in asyncio.run(check_scores(parts))}
 
 
+@pytest.mark.slow
 def test_rondel_check_plays_gold_with_the_searches_that_it_stands_on(corpus):
     found = check(lines(corpus), TASK, OTHER)
     assert [f.what for f in found.values() if not f.ok or f.warning] == []

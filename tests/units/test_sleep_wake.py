@@ -18,6 +18,7 @@ REQUESTS = [ask(prompt(i, 12), key=i, n=6) for i in range(3)]
 TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moves", [False, True], ids=["on a CPU", "as beside a GPU"])
 def test_what_sleeps_comes_back_bit_for_bit(moves):
     """Requests are parked in the middle; their answers are those of an engine that never

@@ -42,6 +42,7 @@ def test_content_forgets_order_and_nothing_else():
     assert content_key("Tom has 3 apples") != content_key("Ann has 3 apples")
 
 
+@pytest.mark.slow
 def test_reasoning_gym_dedupes_keeps_the_entry_and_does_not_leak():
     pytest.importorskip("reasoning_gym")
     args = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)

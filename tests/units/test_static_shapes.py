@@ -64,6 +64,7 @@ def test_two_numbers_a_token_say_who_sees_whom(rule):
     assert torch.equal(layout.attention_mask(rule), seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "algo"), [("llama", FULL), ("gemma3_text", row("gspo"))], ids=["llama, grpo", "gemma3, gspo"]
 )
@@ -195,6 +196,7 @@ def test_a_pass_can_be_exported():
     assert all(torch.allclose(measured[name], known[name], atol=1e-5) for name in known)
 
 
+@pytest.mark.slow
 def test_the_buffers_of_a_shape_stay_where_they_are():
     """What records addresses, as CUDA graphs do, finds the next micro-batch there."""
     t, addresses = static_trainer("shallow"), []

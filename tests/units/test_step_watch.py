@@ -78,6 +78,7 @@ def step_model(request, tmp_path_factory):
     return saved(tmp_path_factory.mktemp(request.param), family=request.param, what="TokenClassification", labels=2)
 
 
+@pytest.mark.slow
 def test_a_model_says_the_same_of_steps_that_it_read_early(step_model):
     """Also with a window for attention, with tools and users between, after a nap that took its memory, where another
     text needs the memory, and where the answer turned out to be another one.

@@ -368,6 +368,7 @@ def test_an_unset_limit_is_said_aloud():
         reward_transforms.Overlong()(None)
 
 
+@pytest.mark.slow
 def test_the_public_import_needs_torch_and_words_only():
     code = (
         "import sys; from rondel.algos import advantage, surrogate, correction, kl, aggregate, table;"

@@ -29,6 +29,7 @@ NUMBERS = st.integers(0, 2**64 - 1)
 FACTS = {"user_metadata": None, "display_name": None}
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 1000), st.one_of(NUMBERS, st.binary()))), st.lists(NUMBERS))
 def test_messages_come_back(fields, numbers):
     sent = {}

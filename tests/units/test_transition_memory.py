@@ -1,5 +1,7 @@
 """What a model of a world learns from again: the newest episodes of earlier steps, the same after a resume."""
 
+import pytest
+
 from kits.worlds import learned_groups, world_model
 from rondel.driver.transition_memory import TransitionMemory
 from rondel.runtime.journal import store
@@ -20,6 +22,7 @@ def told(memory):
     ]
 
 
+@pytest.mark.slow
 def test_the_newest_that_have_so_many_transitions_come_back(tmp_path):
     whole, resumed = TransitionMemory(40), TransitionMemory(40)
     for step, groups in steps().items():

@@ -688,6 +688,7 @@ def test_a_delta_carries_only_what_changed(tmp_path):
     assert first > whole and third < second < first / 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lies", [False, True])
 def test_a_delta_on_another_base_is_refused(lies, tmp_path):
     """By its root; and if it lies about that, by the digests."""

@@ -232,6 +232,7 @@ def test_a_route_of_what_was_published_stays_readable_after_the_next_step(tmp_pa
     close(trainer, e)
 
 
+@pytest.mark.slow
 def test_an_engine_that_comes_late_gets_whole_weights_where_changes_travel(tmp_path):
     trainer, e, sync = ends("delta", tmp_path)
     fresh = engine(tiny(), transports={"delta": Delta(tmp_path)}, run=in_thread)

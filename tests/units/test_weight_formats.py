@@ -57,6 +57,7 @@ def test_where_nothing_is_trained_the_whole_numbers_go():
     assert all(take_whole(p) is p for p in loaded.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["int4", "fp8", "nvfp4"])
 def test_masters_move_between_the_codes(name, dtype):

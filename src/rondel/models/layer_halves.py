@@ -6,8 +6,8 @@
 
 Here a half is one team of threads that shares its work out as it comes, so a neighbour on the same cores costs its share,
 and nothing between two products is kept. For layers written like llama's in bfloat16 or float32, with their residual
-stream in fp32, on CPUs that multiply bfloat16 in vectors; trainer, critic and reference alike, with gradients and without, so
-that two passes over the same weights have the same bits. It rounds where the modules do, but for gradients of weights,
+stream in fp32, on CPUs that multiply bfloat16 in vectors; trainer, critic and reference alike, with gradients and without,
+so that two passes over the same weights have the same bits. It rounds where the modules do, but for gradients of weights,
 which are added to the optimizer's sums in fp32. Before a layer's first pass both ways compute some rows, values and
 gradients, and where they differ the modules stay.
 """
@@ -258,8 +258,8 @@ def _back_forward(eps: float, attended: Tensor, stream: Tensor, weights: Weights
     middle, out = torch.empty_like(stream), torch.empty_like(stream)
     kept = [_room(rows, inner, norm), _room(rows, inner, norm)] if keep else []
     half = _Half(
-        stream=stream, norm=norm, normed=_room(rows, width, norm), attended=attended, middle=middle, inner=_room(rows, inner, norm),
-        out=out,
+        stream=stream, norm=norm, normed=_room(rows, width, norm), attended=attended, middle=middle,
+        inner=_room(rows, inner, norm), out=out,
     )  # fmt: skip
     half.run(BACK, eps, products, [None, *kept, None] if keep else [None] * 4, [None] * 4)
     return [out, middle, *kept]
@@ -296,7 +296,8 @@ class FrontHalf(torch.autograd.Function):
         dstream, shares = torch.empty_like(stream), _shares(stream)
         widths = [len(w) for w in own]
         half = _Half(
-            stream=stream, norm=norm, normed=_room(len(stream), stream.shape[1], norm), dout=None if dout is None else dout.contiguous(),
+            stream=stream, norm=norm, normed=_room(len(stream), stream.shape[1], norm),
+            dout=None if dout is None else dout.contiguous(),
             joined=_room(rows, sum(widths), norm), tiles=_tiles(rows, sum(_whole_tiles(w) for w in widths), norm),
             dnormed=_room(len(stream), stream.shape[1], norm), dstream=dstream, shares=shares,
         )  # fmt: skip
@@ -324,8 +325,8 @@ class BackHalf(torch.autograd.Function):
         dattended, dstream, shares = torch.empty_like(attended), torch.empty_like(middle), _shares(middle)
         rows, inner = gate.shape
         half = _Half(
-            norm=norm, normed=_room(len(middle), middle.shape[1], norm), attended=attended, middle=middle, inner=_room(rows, inner, norm),
-            dout=grad.contiguous(), joined=_room(rows, 2 * inner, norm),
+            norm=norm, normed=_room(len(middle), middle.shape[1], norm), attended=attended, middle=middle,
+            inner=_room(rows, inner, norm), dout=grad.contiguous(), joined=_room(rows, 2 * inner, norm),
             tiles=_tiles(rows, max(2 * _whole_tiles(inner), _whole_tiles(middle.shape[1])), norm),
             dnormed=_room(len(middle), middle.shape[1], norm), dattended=dattended, dstream=dstream, shares=shares,
         )  # fmt: skip

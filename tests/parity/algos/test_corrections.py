@@ -148,6 +148,7 @@ def brute_force(weights):
     return min(sorted({1.0, *(w for w in weights if w > 1)}), key=error), error
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(samples=logs.filter(bool), level=st.sampled_from(["token", "sequence", "geometric"]))
 @example(samples=[(17.75, 0)] * 3, level="token")  # a difference of squares is 0.17 off

@@ -49,6 +49,7 @@ def test_it_is_the_loop_over_tokens(lengths, gamma, lam):
         np.testing.assert_allclose(got.numpy(), exact, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.booleans(), min_size=1, max_size=40), min_size=1, max_size=6),
