@@ -1,8 +1,10 @@
-"""Number formats of the weights on the tiny task: each trains from the same supervised start, nothing is tuned to a
-format.
+"""Number formats of the weights on one task: each trains from the same start, nothing is tuned to a format.
 
     rondel bench formats --seeds 3 --json
     rondel bench formats --formats bfloat16,fp8,engine:fp8,engine:fp8:uncorrected --seeds 3 --json
+    rondel bench formats --recipe recipes/quickstart.toml --warmup 0 --steps 5 --seeds 1 --json
+
+The tiny recipe starts from a supervised phase; with `--warmup 0` a recipe starts from its model as it is.
 
 float32, bfloat16, ...  whole weights              int4, fp8, ...            engine, trainer and reference in the format
 engine:fp8              the engine alone, importance weights       engine:fp8:uncorrected    weights that are all 1
@@ -11,7 +13,8 @@ engine:fp8:encoded      the same, held as codes and scales
 Engine and trainer have a module each in one process, so that every update is counted.
 
 reward      mean of the last ten steps, over the seeds
-held_out    score on held-out sums, measured with the engine's weights, over the seeds
+before      score on held-out tasks with the engine's weights before the first step, over the seeds
+held_out    the same behind the last step
 k3          mean nats a token between what the engine drew and the trainer scored, largest of all steps
 truncated   share of importance weights that the bound held, mean over the steps
 bits        of one matrix's weight as it travels, with its scales
@@ -50,21 +53,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3, choices=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=55)
     parser.add_argument("--warmup", type=int, default=230, help="steps of the supervised start")
+    parser.add_argument("--recipe", type=Path, help="another than the tiny one")
     parser.add_argument("--json", action="store_true")
     add_set(parser)
     a = parser.parse_args(argv)
 
-    from rows import last, mean, train
+    from rows import RECIPE, last, mean, train
 
     names, found = a.formats.split(","), {}
     with tempfile.TemporaryDirectory() as scratch:
         for seed in range(a.seeds):
             home = Path(scratch) / str(seed)
-            train(home / "start", seed, {"loop.steps": 0, "loop.warmup.steps": a.warmup}, a.set)
+            recipe, start = a.recipe or RECIPE, {}
+            if a.warmup:
+                train(home / "start", seed, {"loop.steps": 0, "loop.warmup.steps": a.warmup}, a.set, recipe)
+                start = {"model.path": last(home / "start")}
             for name in names:
-                phases = {"loop.steps": a.steps, "loop.warmup.steps": 0, "model.path": last(home / "start")}
+                phases = {"loop.steps": a.steps, "loop.warmup.steps": 0, **start}
                 apart = {"place.kind": "split", "place.cluster": "local", "task.eval.every": a.steps}
-                curve, _ = train(home / name, seed, settings_of(name) | phases | apart, a.set)
+                curve, _ = train(home / name, seed, settings_of(name) | phases | apart, a.set, recipe)
                 found.setdefault(name, []).append(
                     {"first": curve[0], "reward": mean(curve[-10:]), **_steps(home / name)}
                 )
@@ -90,6 +97,7 @@ def summarize(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
             "first": round(mean([run["first"] for run in runs]), 3),
             "reward": round(mean([run["reward"] for run in runs]), 3),
             "plus_minus": half([run["reward"] for run in runs]),
+            "before": round(mean([run["before"] for run in runs]), 3),
             "held_out": round(mean([run["held_out"] for run in runs]), 3),
             "held_out_plus_minus": half([run["held_out"] for run in runs]),
             "k3": float(f"{max(run['k3'] for run in runs):.2g}"),
@@ -130,6 +138,7 @@ def _steps(folder: Path) -> dict[str, float]:
             rates.append(drawn / max(1e-6, e["seconds"]["wait"]))
             drawn = 0
     return {
+        "before": next(e["score"] for e in events if e["kind"] == "Evaluated"),
         "held_out": [e["score"] for e in events if e["kind"] == "Evaluated"][-1],
         "truncated": statistics.mean(e["metrics"].get("train/correction_truncated", 0.0) for e in done),
         "sync": max(e["bytes_copied"] for e in events if e["kind"] == "Synced"),

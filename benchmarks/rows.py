@@ -86,7 +86,9 @@ def main(argv: list[str] | None = None) -> None:
     report({"steps": a.steps, "start": round(mean(starts), 3), "rows": table}, only_json=True)
 
 
-def train(folder: Path, seed: int, changes: dict[str, Any], given: list[str]) -> tuple[list[float], int]:
+def train(
+    folder: Path, seed: int, changes: dict[str, Any], given: list[str], recipe: Path = RECIPE
+) -> tuple[list[float], int]:
     """One run, changed by what `--set` gave. -> (the mean reward of each of its steps, answers that were drawn)."""
     from _work import overrides
 
@@ -100,9 +102,10 @@ def train(folder: Path, seed: int, changes: dict[str, Any], given: list[str]) ->
         "place.threads": 1,
         "loop.seed": seed,
         "run.checkpoint.every": 0,
-        "task.data.holdout": 10,
     }
-    whole(Job.read(RECIPE, overrides(given, common | changes)), quiet=True)
+    if recipe == RECIPE:
+        common["task.data.holdout"] = 10
+    whole(Job.read(recipe, overrides(given, common | changes)), quiet=True)
     curve: list[float] = []
     rewards: list[float] = []
     drawn = 0
