@@ -331,6 +331,18 @@ template <class T> void run_half(int kind, const Half<T> &n, const Product<T> *p
 
 extern "C" {
 
+// total [width, in] += gradᵀ x, for grad [rows, step], of which `width` columns, and x [rows, in]; `tiles`: room for
+// `put_gradient`
+void rondel_add_weight_gradient(const float *grad, int64_t step, const float *x, int64_t rows, int64_t width, int64_t in,
+                                float *total, float *tiles, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> room;
+        put_gradient(grad, step, rows, width, tiles);
+        add_weight_gradient(tiles, x, rows, width, in, total, room);
+    }
+}
+
 // code: 0 float32, 1 bfloat16; kind: 0 and 1 the front half forward and backward, 2 and 3 the back half, 4 gate and up
 // of it once more
 void rondel_layer_half(int code, int kind, const void *half, const void *products, float eps, int threads) {

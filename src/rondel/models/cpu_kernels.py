@@ -36,6 +36,7 @@ LOOPS, PLAIN_KERNELS = "loops in C++", "torch's operations"
 CODES = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16  # numbers of a head that a decode step adds at once
 PANEL = 16  # rows of a weight that are packed together, as in cpu_product.cpp
+TILE = 12  # outputs of a weight's gradient that are computed together, as in cpu_tiles.h
 WIDTH, HALF = 32, 16  # outputs of a panel of words, and those that are packed together, as in cpu_tiles.h
 PROOF = ((80, 48), (37, 100), (49, 2100))  # O and I of the weights of which a product is asked both ways
 ROWS = 64  # of a norm whose share of the weight's gradient is summed one after the other
@@ -430,6 +431,17 @@ def pack_words(weights: list[Tensor], *, in_turns: bool = False) -> Tensor:
             weight.data_ptr(), panels.data_ptr(), words, len(weight), first, stride, torch.get_num_threads()
         )
     return panels
+
+
+def add_weight_gradient(main: Tensor, grad: Tensor, x: Tensor) -> None:
+    """main [O, I] += grad [N, O]ᵀ @ x [N, I], all fp32; of `grad` its rows may lie apart."""
+    rows, width = grad.shape
+    x, tiles = x.contiguous(), torch.empty(rows, -(-width // TILE) * TILE)
+    assert grad.stride(1) == 1 and main.is_contiguous() and main.dtype == grad.dtype == x.dtype == torch.float32
+    library().rondel_add_weight_gradient(
+        grad.data_ptr(), grad.stride(0), x.data_ptr(), rows, width, x.shape[1], main.data_ptr(), tiles.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def pair_product(x: Tensor, panels: Tensor, bias: Tensor | None, width: int) -> Tensor:

@@ -28,14 +28,13 @@ from rondel.core.events import Warned, emit
 from rondel.models import cpu_kernels
 from rondel.models.attention import attention_layout
 from rondel.models.blocks import LIKE_LLAMA, runs_twice
-from rondel.models.cpu_kernels import CODES
+from rondel.models.cpu_kernels import CODES, TILE
 from rondel.models.fp32_sums import narrow_norm
 from rondel.models.linear import has_tiles, is_alone, is_compared, is_installed, is_tracing, modules_alone
 from rondel.models.main_grad import main_grad, returned_gradients
 
 FRONT, FRONT_BACKWARD, BACK, BACK_BACKWARD, GATES = range(5)  # as in cpu_halves.cpp
 UNIT = 16  # of which all sizes are multiples
-TILE = 12  # outputs of a weight's gradient that are computed together, as in cpu_tiles.h
 NORM_ROWS = 64  # of a norm whose share of the weight's gradient is summed one after the other, as in cpu_halves.cpp
 ROWS = 8  # that are computed both ways
 # of the norm of what a half gives and of each gradient: ten times what bfloat16 rounds away, a hundred times fp32's
