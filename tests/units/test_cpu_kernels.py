@@ -243,6 +243,19 @@ def test_every_pass_of_a_step_has_the_same_bits(rows_at_once, plain, monkeypatch
             close(got, want, FP32)
 
 
+@pytest.mark.parametrize("size", [1, 63, 70_001])
+def test_numbers_that_are_rounded_into_their_place(size):
+    exact = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    exact[0] = float("inf")
+    held = exact.bfloat16()
+    assert cpu_kernels.round_into(held, exact) == 0
+    moved = exact * torch.where(torch.arange(size) % 3 == 1, 1.1, 1.0)
+    wanted, before = moved.bfloat16(), held.clone()
+    changed = cpu_kernels.round_into(held, moved)
+    assert torch.equal(held.view(torch.int16), wanted.view(torch.int16))
+    assert changed == int((before.view(torch.int16) != wanted.view(torch.int16)).sum()) and (changed > 0 or size == 1)
+
+
 def test_gradient_that_is_added():
     total, grad = drawn(70, 3).detach(), drawn(70, 3, seed=1, dtype=BF16).detach()
     want = total + grad.float()

@@ -264,6 +264,25 @@ void rondel_add(float *sum, const void *more, int64_t count, int threads) {
     for (int64_t i = 0; i < count; i++) sum[i] += wide(from[i]);
 }
 
+// held = from, rounded; -> how many of them have other bits than before
+int64_t rondel_round(const float *from, void *held, int64_t count, int threads) {
+    bf16 *to = (bf16 *)held;
+    int64_t changed = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : changed) if (count > 16384)
+    for (int64_t first = 0; first < count; first += VECTOR) {
+        bf16 fresh[VECTOR];
+        int64_t some = std::min<int64_t>(VECTOR, count - first), differ = 0;
+        write(from + first, some, fresh);
+        if (some == VECTOR)
+            for (int i = 0; i < VECTOR; i++) differ += fresh[i].bits != to[first + i].bits;
+        else
+            for (int64_t i = 0; i < some; i++) differ += fresh[i].bits != to[first + i].bits;
+        memcpy(to + first, fresh, some * sizeof(bf16));
+        changed += differ;
+    }
+    return changed;
+}
+
 void rondel_join(const void *high, const void *low, float *out, int64_t count, int threads) {
     const bf16 *a = (const bf16 *)high, *b = (const bf16 *)low;
 #pragma omp parallel for simd num_threads(threads) schedule(static) if (count > 16384)

@@ -223,6 +223,18 @@ def add_gradient(total: Tensor, grad: Tensor) -> None:
         total.add_(grad.to(total.device))
 
 
+def round_into(held: Tensor, exact: Tensor) -> int:
+    """held = exact, rounded to its dtype -> how many numbers have other bits than before; of one shape."""
+    kernel = held.dtype == torch.bfloat16 and exact.dtype == torch.float32 and has_kernels(held, exact)
+    if kernel and held.is_contiguous() and exact.is_contiguous():
+        changed: int = library().rondel_round(exact.data_ptr(), held.data_ptr(), held.numel(), torch.get_num_threads())
+        return changed
+    fresh = exact.to(held.dtype).to(held.device)
+    changed = int((fresh != held).sum())
+    held.copy_(fresh)
+    return changed
+
+
 def join_halves(high: Tensor, low: Tensor) -> Tensor:
     """high + low in fp32, of one shape; two bfloat16 tensors are read once."""
     if high.dtype != torch.bfloat16 or not (high.is_contiguous() and low.is_contiguous() and has_kernels(high, low)):

@@ -49,6 +49,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_logprob_forward": [*[PLACE] * 6, WHOLE, WHOLE, REAL, THREADS],
     "rondel_logprob_backward": [CODE, *[PLACE] * 8, WHOLE, WHOLE, REAL, REAL, THREADS],
     "rondel_add": [PLACE, PLACE, WHOLE, THREADS],
+    "rondel_round": [PLACE, PLACE, WHOLE, THREADS],
     "rondel_join": [PLACE, PLACE, PLACE, WHOLE, THREADS],
     "rondel_pack": [CODE, PLACE, PLACE, WHOLE, WHOLE, THREADS],
     "rondel_product": [CODE, *[PLACE] * 4, *[WHOLE] * 3, THREADS],
@@ -60,6 +61,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_tree": [CODE, CODE, PLACE, REAL, THREADS],
     "rondel_layers": [CODE, PLACE, WHOLE, CODE, *[PLACE] * 11, *[WHOLE] * 4, REAL, REAL, THREADS],
 }
+COUNTS = {"rondel_round": WHOLE}  # what returns anything
 
 
 def chosen_library() -> ctypes.CDLL | None:
@@ -88,7 +90,7 @@ def native_library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(_compiled(compiler)))
         for name, arguments in SIGNATURES.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
+            function.argtypes, function.restype = arguments, COUNTS.get(name)
     except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or str(error)
         reason = next((line for line in told.splitlines() if "error" in line.lower()), told or type(error).__name__)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rondel.models.cpu_kernels import add_gradient
+from rondel.models.cpu_kernels import add_gradient, round_into
 from rondel.models.main_grad import own_parameter, weights_changed
 from rondel.models.rounded_weights import take_whole, weight_format
 from rondel.train.loss_scale import LossScale
@@ -158,9 +158,10 @@ class MasterWeights:
                     rounds = parameter.dtype != master.dtype
                     total += parameter.numel() * rounds
                     for held, moved in zip(parameter.view(-1).split(PIECE), master.view(-1).split(PIECE)):
-                        fresh = moved.to(held.dtype).to(held.device)
-                        changed += int((fresh != held).sum()) if rounds else 0
-                        held.copy_(fresh)
+                        if rounds:
+                            changed += round_into(held, moved)
+                        else:
+                            held.copy_(moved)
         return changed / total if total else 1.0
 
     def moments(self, i: int) -> dict[str, Tensor]:
