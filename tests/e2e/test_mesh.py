@@ -341,7 +341,9 @@ def test_stages_that_look_have_the_gradient_of_one_rank(ranks, kind):
         assert apart(got, whole) <= 1e-6
 
 
-@pytest.mark.parametrize("mesh", covering(["pp=2,tp=2", "shards=2,cp=2"], ["shards=2,cp=2"]))  # pp in test_bench.py
+@pytest.mark.parametrize(
+    "mesh", covering(["pp=2,tp=2", "shards=2,cp=2", "shards=2,cp=2,cp_attention=ring"], ["shards=2,cp=2"])
+)  # pp in test_bench.py
 def test_a_rank_of_composed_axes_receives_the_bytes_of_their_formulas(capsys, mesh):
     """Counted in the collectives of one update, with long samples, whose keys all ranks of cp gather."""
     sizes = ["--groups", "2", "--samples", "2", "--long", "150"]

@@ -16,7 +16,7 @@ from kits.sweeps import covering
 pytestmark = pytest.mark.slow
 STEPS = {"loop__warmup__steps": 2, "loop__steps": 5, "run__checkpoint__every": 4, "place__kind": "split"}
 MESHES = {axis: {axis: 2} for axis in ("shards", "replicas", "tp", "cp", "ep", "pp")}
-MESHES |= {"ring": {"tp": 2, "overlap": True}}
+MESHES |= {"ring": {"tp": 2, "overlap": True}, "cp ring": {"cp": 2, "cp_attention": "ring"}}
 MIXTURE = {
     "random": "mixtral",
     "hidden_size": 32,
@@ -46,6 +46,7 @@ def ended(tmp_path_factory):
 def settings(name: str) -> dict:
     """ "ep", or "one rank for ep": of the model that the mesh is for."""
     mesh = {"place__mesh": MESHES[name]} if name in MESHES else {}
+    mesh |= {"trainer__micro_tokens": 48} if name == "cp ring" else {}  # a family each, whose prompt is shared
     return STEPS | mesh | ({"model__path": MIXTURE} if name.endswith("ep") else {})
 
 
@@ -68,6 +69,8 @@ def ends_alike(a: dict, b: dict, *, mixture: bool) -> None:
 def test_five_steps_on_a_mesh_end_where_one_rank_ends(ended, name):
     one = "one rank for ep" if name == "ep" else "one"
     ends_alike(final(ended(name)), final(ended(one)), mixture=name == "ep")
+    if name == "cp ring":
+        assert "train/shared_tokens" in (ended(name) / "journal.jsonl").read_text()
 
 
 # tp writes and cp reads in the next test; a rank of a killed stage goes on in test_chaos.py

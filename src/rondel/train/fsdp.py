@@ -158,7 +158,8 @@ class FsdpRank(SingleRank):
         context = None
         if self.context is not None:
             spreads = loaded.compressed or loaded.indexers > 0
-            context = ContextRanks(self.context, PRODUCTS * head.weight.shape[1], spreads)
+            ring = self.mesh.cp_attention == "ring"
+            context = ContextRanks(self.context, PRODUCTS * head.weight.shape[1], spreads, ring)
         held = replace(
             loaded,
             model=model,
@@ -184,6 +185,10 @@ class FsdpRank(SingleRank):
             raise ConfigError(
                 f"place.mesh = {mesh}: of a {model.config.model_type} the rows between the parts of a layer lie whole on "
                 "every rank; leave overlap out"
+            )
+        if mesh.cp_attention == "ring":
+            raise ConfigError(
+                f"place.mesh = {mesh}: keys and values of a {model.config.model_type} are gathered; leave cp_attention out"
             )
         head = loaded.head.shared_by(self.context)
         if not isinstance(model, FSDPModule):

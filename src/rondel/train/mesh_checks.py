@@ -20,6 +20,10 @@ def refuse_mesh(loaded: LoadedModel, mesh: Mesh) -> None:
     """What a model cannot do yet where several ranks compute one sample."""
     if mesh.tp * mesh.cp * mesh.ep * mesh.pp == 1:
         return
+    if mesh.cp_attention == "ring" and (reads := _unlike_keys(loaded)):
+        raise ConfigError(
+            f"place.mesh = {mesh}: {reads} cannot go round a ring. Leave cp_attention out: they are gathered, in each layer"
+        )
     for found, what in (
         (mesh.tp > 1 and loaded.adapter is not None, "an adapter cannot be cut by tp"),
         (mesh.ep > 1 and loaded.adapter is not None, "experts under an adapter cannot lie apart"),
@@ -35,6 +39,16 @@ def refuse_mesh(loaded: LoadedModel, mesh: Mesh) -> None:
     ):
         if found:
             raise ConfigError(f"place.mesh = {mesh}: {what}. Use shards or replicas instead")
+
+
+def _unlike_keys(loaded: LoadedModel) -> str:
+    """What the attention of a model reads of a row in place of keys and values."""
+    if loaded.compressed:
+        return "compressed entries of windows"
+    if loaded.indexers:
+        return "keys that an indexer chooses"
+    latents = any(hasattr(module, "up_projection") for module in loaded.model.modules())
+    return "latents, which are smaller than the keys made of them," if latents else ""
 
 
 @contextmanager
