@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from kits.algos import lively
 from kits.ranks import Rank, apart, end_alike, hand_over, written_bytes
@@ -278,17 +279,37 @@ def test_what_cannot_be_cut_is_refused_by_name(ranks, mesh, kind, said):
         ranks(mesh).make(kind)
 
 
-DISTILLED = [(TP, 1.0), (TP, 0.5), (PLAIN_TP, 0.0), (Mesh(shards=2, tp=2), 1.0), (Mesh(replicas=2, tp=2), 0.5)]
+WHOLE, JS, FORWARD = {"beta": 1.0}, {"beta": 0.5}, {"beta": 0.0}
+TOP, ALONE_TOP = {"beta": 0.5, "top": 8}, {"top": 30, "tail": False}  # of 97 tokens
+DISTILLED = [
+    *((TP, how) for how in (WHOLE, JS, TOP, ALONE_TOP)),
+    *((Mesh(tp=4), how) for how in (TOP, ALONE_TOP, {"top": 90})),  # ranks with fewer columns than are compared
+    (PLAIN_TP, FORWARD),
+    *((Mesh(shards=2, tp=2), how) for how in (WHOLE, TOP)),
+    (Mesh(replicas=2, tp=2), JS),
+    *((mesh, how) for mesh in (CP, PP) for how in (WHOLE, TOP)),
+    (replace(CP, cp_attention="ring"), JS),
+    (Mesh(cp=2, tp=2), TOP),
+    (Mesh(pp=2, tp=2), ALONE_TOP),
+    (Mesh(pp=2, cp=2), WHOLE),
+]
+DISTILL_CHOSEN = [
+    (TP, WHOLE),
+    (Mesh(tp=4), {"top": 90}),
+    (Mesh(shards=2, tp=2), TOP),
+    (Mesh(cp=2, tp=2), TOP),
+    (PP, WHOLE),
+]
 
 
-@pytest.mark.parametrize(("mesh", "beta"), covering(DISTILLED, [DISTILLED[0], DISTILLED[3]]), ids=str)
-def test_whole_distributions_of_a_teacher_have_it_over_a_cut_vocabulary(ranks, mesh, beta):
+@pytest.mark.parametrize(("mesh", "how"), covering(DISTILLED, DISTILL_CHOSEN), ids=str)
+def test_whole_distributions_of_a_teacher_have_it(ranks, mesh, how):
     """The teacher lies whole on every rank, which multiplies with its rows of the teacher's head alone; in one chunk of
     logits, whose softmax is kept, and in many; what is told of the divergence, and what it moves: a sum over the ranks is
     a number a target, of which the teacher's softmax has two in either pass, the reverse KL one, the others two in either.
     """
     bare = row("grpo", entropy={"coef": 0.02})  # of every token, too
-    algo = replace(bare, distill=row("grpo", distill={"kind": "full", "coef": 1.0, "beta": beta}).distill)
+    algo = replace(bare, distill=row("grpo", distill={"kind": "full", "coef": 1.0, **how}).distill)
     alone, every, b = Rank(0), ranks(mesh), batch(awkward_groups(), algo)
     alone.make("llama", algo=algo, teacher=True)
     every.make("llama", algo=algo, teacher=True)
@@ -300,14 +321,32 @@ def test_whole_distributions_of_a_teacher_have_it_over_a_cut_vocabulary(ranks, m
         for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
             assert apart(got, whole) <= 1e-6
     every.limit_logits(1 << 25)
-    if mesh.data == 1:
+    if mesh in (TP, PLAIN_TP) and "top" not in how:
         sums = every.summed_bytes(copy.deepcopy(b), algo)
         every.make("llama", algo=bare)
         plain = every.summed_bytes(copy.deepcopy(b), bare)
-        assert [x - y for x, y in zip(sums, plain)] == [4 * b.total_tokens * (5 if beta == 1 else 8)] * mesh.world
+        each = 4 * b.total_tokens * (5 if how == WHOLE else 8)
+        assert [x - y for x, y in zip(sums, plain)] == [each] * mesh.world
         every.make("llama", algo=algo, teacher=True)
     for _, theirs, *_ in every.step(copy.deepcopy(b), algo):
         assert theirs["train/kl_teacher"] == pytest.approx(told["train/kl_teacher"], rel=1e-5)
+
+
+@pytest.mark.parametrize("mesh", covering([TP, CP, PP, Mesh(cp=2, tp=2)], [Mesh(cp=2, tp=2)]), ids=str)
+def test_the_likeliest_tokens_of_every_draw_have_it(ranks, mesh):
+    """A row that reads their log-probabilities beside the token's own, wherever their logits lie."""
+    algo, rng = row("score_centering", surrogate={"low": 0.8, "high": 1.2, "top": 6}), np.random.default_rng(0)
+    alone, every, b = Rank(0), ranks(mesh), batch(awkward_groups(), algo)
+    for known in (s.known for s in b.samples):
+        n = len(known.sample)
+        known.top_ids = torch.from_numpy(np.array([rng.choice(97, 6, replace=False) for _ in range(n)]))
+        known.top_behavior = torch.from_numpy(np.log(rng.dirichlet(np.ones(7), n)[:, :6]).astype(np.float32))
+    alone.make("llama", algo=algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    every.make("llama", algo=algo)
+    for micro_tokens in (40, 10**6):
+        for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
 
 
 @pytest.mark.sweep  # adapters over ranks are in test_ranks.py, stages above

@@ -274,7 +274,7 @@ def _cut_vocabulary(model: Any, found: TensorCuts) -> None:
         ):
             continue
         runs = even_runs(module.weight.shape[0], ranks.size)
-        part = VocabularyPart(sum(runs[: ranks.index]), runs[ranks.index], max(runs), ranks)
+        part = VocabularyPart(sum(runs[: ranks.index]), runs[ranks.index], max(runs), sum(runs), ranks)
         for own in ("weight", "bias"):
             whole = getattr(module, own, None)
             if isinstance(whole, nn.Parameter):

@@ -19,7 +19,7 @@ from rondel.models.step_head import StepHead
 from rondel.train.logprobs import collision_probability, logprob_and_entropy
 from rondel.train.pack import MicroBatchShapes, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
-from rondel.train.row_share import RowShare, own_routes, own_share
+from rondel.train.row_share import join_flips, own_routes, own_share
 from rondel.train.shaped_rewards import charge_advantages, returns_of, with_shaped_rewards
 from rondel.train.step_policy import StepPolicy
 
@@ -99,13 +99,6 @@ def policy_of(loaded: LoadedModel) -> Policy:
         blocks: Policy = find_registered("policy", BLOCKS, {})(loaded)
         return blocks
     return StepPolicy(loaded) if isinstance(loaded.head, StepHead) else TokenPolicy(loaded)
-
-
-def join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
-    """Of a row that ranks share: each rank's tape gets the routes of its own part of it."""
-    if tape is not None and tape.routes is not None and not isinstance(own, PackedBatch):
-        tape.flips = [own.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
-        tape.margins = [own.join_rows(m_t) if len(m_t) else m_t for m_t in tape.margins]
 
 
 def forward(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rondel.models.context_parallel import ContextLayout, ContextRanks
     from rondel.models.loaded_model import LoadedModel
     from rondel.models.packed_layout import PackedLayout, PackedSegment
+    from rondel.models.routing_tape import RoutingTape
     from rondel.train.pack import PackedBatch
     from rondel.train.sampling_mask import SupportMask
 
@@ -30,6 +31,7 @@ class RowShare:
     """`tokens`, `positions` [t] of this rank's part, `source` [m] in it, `target` [m]: what a PackedBatch has of the whole
     row.
 
+    own      [m] which of the row's M targets these are
     lengths  tokens of each rank's part
     counts   how many targets each rank has
     place    [M] where a target lies among those of all ranks, one rank's behind the other's
@@ -40,6 +42,7 @@ class RowShare:
     positions: Tensor
     source: Tensor
     target: Tensor
+    own: Tensor
     layout: PackedLayout | ContextLayout
     kept: SupportMask | None
     ranks: RankGroup
@@ -84,6 +87,7 @@ def own_share(packed: PackedBatch, context: ContextRanks) -> RowShare:
         packed.positions[..., rows],
         place.to(device)[packed.source[mine]],
         packed.target[mine],
+        mine,
         layout,
         None if packed.kept is None else packed.kept.of_tokens(mine),
         context.ranks,
@@ -92,6 +96,13 @@ def own_share(packed: PackedBatch, context: ContextRanks) -> RowShare:
         owner_M.argsort(stable=True).argsort(),
         order,
     )
+
+
+def join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
+    """Of a row that ranks share: each rank's tape gets the routes of its own part of it."""
+    if tape is not None and tape.routes is not None and isinstance(own, RowShare):
+        tape.flips = [own.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
+        tape.margins = [own.join_rows(m_t) if len(m_t) else m_t for m_t in tape.margins]
 
 
 def own_routes(loaded: LoadedModel, packed: PackedBatch) -> Tensor:
