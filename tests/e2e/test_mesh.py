@@ -265,7 +265,7 @@ def test_each_rank_holds_its_share(ranks):
         (TP, "mamba", "no plan for tensor parallelism"),
         (TP, "bitnet", "cannot be cut that way"),
         (TP, "qwen2_5_vl", "images"),
-        (TP, "llama + fresh", "adapter"),
+        (Mesh(tp=2, overlap=True), "llama + fresh", "layers with an adapter do not travel"),
         (Mesh(tp=4), "deepseek_v32", "indexer"),
         (PP, "deepseek_v32", "indexers"),
         (PP, "deepseek_v4", "several residual streams"),
@@ -349,15 +349,47 @@ def test_the_likeliest_tokens_of_every_draw_have_it(ranks, mesh):
             assert apart(got, whole) <= 1e-6
 
 
-@pytest.mark.sweep  # adapters over ranks are in test_ranks.py, stages above
-def test_an_adapter_in_stages_ends_where_that_of_one_rank_ends(ranks, tmp_path):
-    """Each stage trains those of its layers; a critic has its own, and the reference is the base."""
+ADAPTED = [
+    *(
+        (mesh, kind)
+        for mesh in (TP, PLAIN_TP, CP, PP)
+        for kind in ("llama", "qwen3", "gemma2", "lfm2", "mixtral", "deepseek_v3")
+    ),
+    *((mesh, "tied") for mesh in (*PAIRS[:3], PAIRS[6], PAIRS[7], Mesh(tp=4))),
+    *((Mesh(**axis, ep=2), "gpt_oss") for axis in ({"shards": 2}, {"tp": 2}, {"cp": 2})),
+]
+# keys for fewer heads than ranks; parts that lie whole on ranks that all have the same rows; experts apart
+ADAPTED_CHOSEN = [(Mesh(tp=4), "tied"), (PLAIN_TP, "lfm2"), (Mesh(tp=2, ep=2), "gpt_oss"), (CP, "gemma2")]
+
+
+@pytest.mark.parametrize(("mesh", "kind"), covering(ADAPTED, ADAPTED_CHOSEN), ids=str)
+def test_an_adapter_over_a_mesh_has_the_gradient_of_one_rank(ranks, mesh, kind):
+    """Its factors lie whole on every rank, and each computes with those of its part of a matrix; with a critic's own."""
+    algo = row("ppo", kl={"coef": 0.05}) if kind == "tied" else row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
+    alone, every, b = Rank(0), ranks(mesh), batch(awkward_groups(), algo)
+    alone.make(f"{kind} + used", algo=algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    assert np.linalg.norm(whole) > 1e-3
+    every.make(f"{kind} + used", algo=algo)
+    for micro_tokens in (40, 10**6):
+        for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.parametrize("mesh", covering([PP, TP, PLAIN_TP, *PAIRS[:2]], [TP]), ids=str)
+def test_an_adapter_over_a_mesh_ends_where_that_of_one_rank_ends(ranks, tmp_path, mesh):
+    """A critic has its own, and the reference is the base; it is stored and published as that of one rank."""
     algo = row("ppo", kl={"coef": 0.05})
-    alone, every = Rank(0), ranks(PP)
+    alone, every = Rank(0), ranks(mesh)
     how = {"lr": 1e-3, "micro_tokens": 90, "updates_per_step": 2, "start_probe": 8, "clip": 0.5}
     alone.make("tied + fresh", algo=algo, **how)
     every.make("tied + fresh", algo=algo, **how)
     end_alike(alone, every, algo, lambda n: batch(awkward_groups(n), algo), tmp_path, exact=True)
+    every.save(tmp_path / "cut")
+    alone.load(tmp_path / "cut")
+    alone.save(tmp_path / "whole")
+    for name in ("adapter_model.safetensors", "optimizer.safetensors", "adapter_config.json", "base.json"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
 def test_stages_have_the_bits_of_one_rank(ranks):

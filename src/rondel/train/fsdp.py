@@ -5,7 +5,7 @@ compute  bf16 (the model's dtype), whole, from the gathering before a layer's pa
 gradient bf16 in the pass, summed over the ranks in fp32: summed and not averaged, since
 every weight of the loss is global already
 adapter  fp32, whole on every rank: 1-2 % of the numbers. The base under it lies in shards
-         of its own dtype, and has no gradient
+         of its own dtype, cut by tp, too, and has no gradient
 4 bits   whole on every rank: bytes are not cast, and cost a quarter of what sharding would gather
 """
 
@@ -33,6 +33,7 @@ from rondel.core.mesh import Mesh
 from rondel.core.row_split import PRODUCTS
 from rondel.core.tensor_parts import TensorPart
 from rondel.models import linear, names, vision
+from rondel.models.adapter_state import randomized_adapter
 from rondel.models.blocks import model_blocks
 from rondel.models.collectives import RankGroup, gather_runs
 from rondel.models.context_parallel import ContextRanks
@@ -138,7 +139,8 @@ class FsdpRank(SingleRank):
             cut = self.tensor is not None or self.experts is not None or self.link is not None
             # a critic says one number and no logprobs, and what is not here yet says none
             if cut and len(loaded.head.weight) > 1 and loaded.weights is None:
-                expected = logprobs_of(loaded, probe)
+                with randomized_adapter(loaded.adapter):
+                    expected = logprobs_of(loaded, probe)
             self._shard_model(loaded)
         cuts, stage = self._cuts.get(model), self._stages.get(model)
         head = replace(loaded.head.of_copy(model), part=cuts.vocabulary if cuts else None)
@@ -171,7 +173,8 @@ class FsdpRank(SingleRank):
             weights=None,
         )
         if expected or (stage is not None and len(head.weight) > 1):
-            check_cut(held, self.mesh, probe, expected, PARITY[dtype], logprobs_of, self.all_gather_object)
+            with randomized_adapter(held.adapter):
+                check_cut(held, self.mesh, probe, expected, PARITY[dtype], logprobs_of, self.all_gather_object)
         return held
 
     def _shard_steps(self, loaded: LoadedModel) -> LoadedModel:
@@ -315,7 +318,7 @@ class FsdpRank(SingleRank):
         )  # equal norms move it on all ranks
         if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad):
             return ShardedWeights(model, self.shard_group, self._cuts.get(model), experts=experts, stage=stage, **how)
-        return ReplicatedWeights(model, self._stage_group(), stage=stage, **how)
+        return ReplicatedWeights(model, self._stage_group(), self._cuts.get(model), stage=stage, **how)
 
     def _stage_group(self) -> Any:
         """The ranks that have the same layers; all of them ask."""

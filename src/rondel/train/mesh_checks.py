@@ -25,8 +25,8 @@ def refuse_mesh(loaded: LoadedModel, mesh: Mesh) -> None:
             f"place.mesh = {mesh}: {reads} cannot go round a ring. Leave cp_attention out: they are gathered, in each layer"
         )
     for found, what in (
-        (mesh.tp > 1 and loaded.adapter is not None, "an adapter cannot be cut by tp"),
-        (mesh.ep > 1 and loaded.adapter is not None, "experts under an adapter cannot lie apart"),
+        (mesh.overlap and loaded.adapter is not None, "rows of layers with an adapter do not travel beside products"),
+        (mesh.tp > 1 and loaded.in_four_bits, "a base in 4 bits cannot be cut by tp"),
         (mesh.tp * mesh.cp > 1 and loaded.sight is not None, "a model with images needs whole rows and matrices"),
         (
             mesh.tp * mesh.cp * mesh.ep > 1 and loaded.aligned,
