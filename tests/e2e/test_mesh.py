@@ -264,7 +264,7 @@ def test_each_rank_holds_its_share(ranks):
     [
         (TP, "mamba", "no plan for tensor parallelism"),
         (TP, "bitnet", "cannot be cut that way"),
-        (TP, "qwen2_5_vl", "images"),
+        (CP, "gemma3", "tokens of an image see those behind them"),
         (Mesh(tp=2, overlap=True), "llama + fresh", "layers with an adapter do not travel"),
         (Mesh(tp=4), "deepseek_v32", "indexer"),
         (PP, "deepseek_v32", "indexers"),
@@ -400,16 +400,32 @@ def test_stages_have_the_bits_of_one_rank(ranks):
     assert every.logprobs(tokens) == [alone.logprobs(tokens)] * 2
 
 
-@pytest.mark.parametrize("kind", covering(["qwen2_5_vl", "qwen3_vl", "gemma3"], ["qwen3_vl", "gemma3"]))
-def test_stages_that_look_have_the_gradient_of_one_rank(ranks, kind):
-    """The tower is frozen and on every stage: layers behind the first may want what it saw."""
-    algo, alone, every = row("grpo", entropy={"coef": 0.02}), Rank(0), ranks(PP)
+LOOKING = [
+    *((mesh, kind) for mesh in (PP, TP, PLAIN_TP) for kind in ("qwen2_5_vl", "qwen3_vl", "gemma3")),
+    *((mesh, kind) for mesh in (CP, PLAIN_TP) for kind in ("qwen3_5", "gemma4")),
+    *(
+        (mesh, "qwen3_vl")
+        for mesh in (CP, replace(CP, cp_attention="ring"), PAIRS[0], PAIRS[1], PAIRS[2], PAIRS[6], PAIRS[7])
+    ),
+    *((mesh, kind) for mesh in (CP, TP) for kind in ("idefics3", "qwen2_vl")),
+    *((Mesh(**axis, ep=2), "qwen3_vl_moe") for axis in ({"tp": 2}, {"cp": 2})),
+]
+LOOKING_CHOSEN = [(PP, "qwen3_vl"), (PP, "gemma3"), (TP, "gemma3"), (PAIRS[0], "qwen3_vl")]
+APART = {"qwen3_5": 2e-6, "gemma4": 4e-6}  # hybrids; of one rank in two cuts gemma4 is 6e-7 from itself, others 3e-7
+
+
+@pytest.mark.parametrize(("mesh", "kind"), covering(LOOKING, LOOKING_CHOSEN), ids=str)
+def test_a_mesh_that_looks_has_the_gradient_of_one_rank(ranks, mesh, kind):
+    """The tower is frozen and on every rank: stages behind the first, and layers whose rows lie apart, may want what it
+    saw; ranks that share a row see what their tokens see.
+    """
+    algo, alone, every = row("grpo", entropy={"coef": 0.02}), Rank(0), ranks(mesh)
     b = batch(groups_with_images(looking(kind)), algo)
     alone.make(kind, algo=algo)
     whole = alone.gradient(copy.deepcopy(b), algo)
     every.make(kind, algo=algo)
     for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=40):
-        assert apart(got, whole) <= 1e-6
+        assert apart(got, whole) <= APART.get(kind, 1e-6)
 
 
 @pytest.mark.parametrize(

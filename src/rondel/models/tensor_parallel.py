@@ -109,6 +109,8 @@ def cut_model(
             found.partial |= every - found.cuts.keys() - {*apart}
     if not found.cuts:
         raise _uncut(model, instead)
+    if sequence and hasattr(decoder, "_deepstack_process"):
+        setattr(decoder, "_deepstack_process", functools.partial(_add_own_features, ranks, decoder._deepstack_process))  # noqa: B010
     for run in runs if sequence else ():
         run[0].register_forward_pre_hook(functools.partial(_keep_own_rows, ranks), with_kwargs=True)
         run[-1].register_forward_hook(functools.partial(_gather_all_rows, ranks))
@@ -347,6 +349,19 @@ def _leave_part(found: TensorCuts, cut: bool, part: Any, args: tuple, out: Any) 
 
 def _keep_own_rows(ranks: RankGroup, block: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     return map_hidden(lambda x: keep_rows(x[0], _runs(ranks), ranks, summed=False)[None], args, kwargs)
+
+
+def _add_own_features(
+    ranks: RankGroup, add: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, mask: Tensor, features: Tensor
+) -> Tensor:
+    """What a tower adds between layers to rows [1, T] of pictures, where x [1, t, D] are this rank's; features [n, D]."""
+    runs = _runs(ranks)
+    if x.shape[1] == mask.shape[1]:  # behind the last layer of a run
+        return add(x, mask, features)
+    first = sum(runs[: ranks.index])
+    own = mask[:, first : first + runs[ranks.index]]
+    before = int(mask[:, :first].sum())
+    return add(x, own, features[before : before + int(own.sum())])
 
 
 def _gather_all_rows(ranks: RankGroup, block: Any, args: tuple, out: Any) -> Any:

@@ -61,7 +61,7 @@ class TokenPolicy:
         own = packed if loaded.context is None else own_share(packed, loaded.context)
 
         def compute_logprobs(head: LMHead) -> tuple[Tensor, Tensor]:
-            hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, packed.encode_images(loaded))
+            hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, own.encode_images(loaded))
             return logprob_and_entropy(
                 hidden.index_select(0, own.source),
                 own.target,
@@ -123,7 +123,7 @@ def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | 
 
     def compute_states(head: LMHead) -> Tensor:
         assert loaded.stage is not None
-        seen = packed.encode_images(loaded)
+        seen = own.encode_images(loaded)
         return loaded.stage.send_forward(loaded.hidden_states(own.tokens, own.positions, own.layout, tape, seen))
 
     sent: Tensor = loaded.run_with_head(compute_states)
@@ -202,7 +202,7 @@ def annotate_collisions(
         own: Any = packed if loaded.context is None else own_share(packed, loaded.context)
 
         def compute_collisions(head: LMHead, own: Any = own, tape: Any = tape, packed: Any = packed) -> Tensor:
-            hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, packed.encode_images(loaded))
+            hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, own.encode_images(loaded))
             return collision_probability(
                 hidden.index_select(0, own.source), head, temperature=temperature, kept=own.kept
             )

@@ -15,7 +15,7 @@ import datetime
 import os
 import traceback
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from rondel.core.errors import ConfigError, StalledError
+from rondel.core.errors import ConfigError, ModelError, StalledError
 from rondel.core.mesh import Mesh
 from rondel.core.row_split import PRODUCTS
 from rondel.core.tensor_parts import TensorPart
@@ -205,6 +205,9 @@ class FsdpRank(SingleRank):
     def _shard_model(self, loaded: LoadedModel) -> None:
         model, dtype = loaded.model, loaded.dtype
         linear.unpack_linears(model)
+        with suppress(ModelError) if self.tensor is None and self.experts is None else nullcontext():
+            # of whole tensors, in the family's own classes: FSDP makes others of them
+            names.checkpoint_pieces(model)
         rounded = rounded_parameters(model)
         layers: StageLayers | None = None
         if loaded.adapter is not None:
@@ -233,7 +236,6 @@ class FsdpRank(SingleRank):
                     parameter.data = spread_within_rounding(name, parameter)
             model.float()
         if self.tensor is not None:
-            names.checkpoint_pieces(model)  # of whole tensors, asked for before they are cut
             if isinstance(loaded.head, StepHead):
                 self._cuts[model] = loaded.head.cut_over(self.tensor)
             else:
@@ -243,7 +245,6 @@ class FsdpRank(SingleRank):
                     model, self.tensor, sequence=self.mesh.sp, overlap=self.mesh.overlap, runs=own, apart=apart
                 )
         if self.experts is not None:
-            names.checkpoint_pieces(model)
             self._expert_cuts[model] = cut_experts(model, self.experts, self.tensor)
         eye = set(vision.vision_tower(model).modules()) if loaded.sight is not None else set()
         # whole on every rank, and frozen: no rank waits in a tower that another has no picture for

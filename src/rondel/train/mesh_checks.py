@@ -27,7 +27,10 @@ def refuse_mesh(loaded: LoadedModel, mesh: Mesh) -> None:
     for found, what in (
         (mesh.overlap and loaded.adapter is not None, "rows of layers with an adapter do not travel beside products"),
         (mesh.tp > 1 and loaded.in_four_bits, "a base in 4 bits cannot be cut by tp"),
-        (mesh.tp * mesh.cp > 1 and loaded.sight is not None, "a model with images needs whole rows and matrices"),
+        (
+            mesh.cp > 1 and loaded.sight is not None and loaded.sight.mutual,
+            "tokens of an image see those behind them, which ranks that share a row do not have",
+        ),
         (
             mesh.tp * mesh.cp * mesh.ep > 1 and loaded.aligned,
             'numerics = "aligned" is proved for whole rows and matrices',

@@ -55,7 +55,7 @@ def _forward_own(
     own = packed if loaded.context is None else own_share(packed, loaded.context)
 
     def compute_own(head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
-        seen = packed.encode_images(loaded)
+        seen = own.encode_images(loaded)
         hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, seen)
         return compute(own, hidden.index_select(0, own.source), head)
 

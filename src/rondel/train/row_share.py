@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rondel.core.errors import TrainError
 from rondel.models.collectives import RankGroup, gather_rows
 
 if TYPE_CHECKING:
     from rondel.core.row_split import RowDealing
     from rondel.models.context_parallel import ContextLayout, ContextRanks
+    from rondel.models.image_features import VisionFeatures
     from rondel.models.loaded_model import LoadedModel
     from rondel.models.packed_layout import PackedLayout, PackedSegment
     from rondel.models.routing_tape import RoutingTape
-    from rondel.train.pack import PackedBatch
+    from rondel.train.pack import ImageLookups, PackedBatch
     from rondel.train.sampling_mask import SupportMask
 
 
@@ -45,6 +45,7 @@ class RowShare:
     own: Tensor
     layout: PackedLayout | ContextLayout
     kept: SupportMask | None
+    looks: ImageLookups | None
     ranks: RankGroup
     lengths: list[int]
     counts: list[int]
@@ -55,6 +56,10 @@ class RowShare:
         """Of the own targets -> of all [M], on every rank; the gradient of its own goes back to each."""
         return gather_rows(values_m, self.counts, self.ranks, summed=False).index_select(0, self.place)
 
+    def encode_images(self, loaded: LoadedModel) -> VisionFeatures | None:
+        """What this model sees in the own tokens; the pictures of others' are encoded by these."""
+        return None if self.looks is None else self.looks.encode(loaded)
+
     def join_rows(self, values_t: Tensor) -> Tensor:
         """Of the own tokens -> of the whole row [T]."""
         if self.order is None:
@@ -64,10 +69,6 @@ class RowShare:
 
 def own_share(packed: PackedBatch, context: ContextRanks) -> RowShare:
     """This rank's part of a micro-batch."""
-    if packed.looks is not None:
-        raise TrainError(
-            "a row with images cannot be shared by several ranks yet: use place.mesh without cp for a model that looks"
-        )
     segments, device = packed.layout.segments, packed.source.device
     dealing = context.deal_row(segments)
     parts = _rank_rows(segments, dealing)
@@ -90,12 +91,20 @@ def own_share(packed: PackedBatch, context: ContextRanks) -> RowShare:
         mine,
         layout,
         None if packed.kept is None else packed.kept.of_tokens(mine),
+        None if packed.looks is None else packed.looks.of_rows(_places_among(rows, sum(lengths))),
         context.ranks,
         lengths,
         owner_M.bincount(minlength=len(lengths)).tolist(),
         owner_M.argsort(stable=True).argsort(),
         order,
     )
+
+
+def _places_among(rows: Tensor, total: int) -> Tensor:
+    """[total] the place of each token of the row among these rows, -1 of the others."""
+    places = torch.full((total,), -1, dtype=torch.int64, device=rows.device)
+    places[rows] = torch.arange(len(rows), device=rows.device)
+    return places
 
 
 def join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
