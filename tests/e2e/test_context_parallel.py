@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kits.ranks import Rank, apart
+from kits.ranks import Rank, apart, end_alike
 from kits.sweeps import covering
 from kits.train import batch, model, row, trajectory
 from rondel.core.mesh import Mesh
@@ -132,6 +132,31 @@ def test_a_ring_has_the_gradient_of_one_rank_and_of_gathered_keys(ranks, one, me
     every.make(kind, algo=algo)
     for got, theirs in zip(every.gradient(copy.deepcopy(b), algo), gathered):
         assert apart(got, whole) <= near and apart(got, theirs) <= near
+
+
+AGAIN = [("tied", {"recompute": "layers"}), ("gemma2", {"recompute": "mlp"}), ("tied", {"activations": "host"})]
+
+
+@pytest.mark.parametrize(("kind", "how"), covering([*AGAIN, ("llama + used", {})], ()), ids=str)
+def test_a_ring_goes_round_again_where_layers_are_computed_again(ranks, kind, how):
+    """Or their inputs wait elsewhere, or an adapter is trained."""
+    algo, alone, every = row("grpo"), Rank(0), ranks(FOUR_RING)
+    b = batch(groups_of("mixed"), algo)
+    alone.make(kind, algo=algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    every.make(kind, algo=algo, **how)
+    for got in every.gradient(copy.deepcopy(b), algo):
+        assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", covering(["float32", "bfloat16"], ()))  # a run on a ring is in test_mesh_runs.py
+def test_steps_of_a_ring_end_where_one_rank_ends(ranks, tmp_path, dtype):
+    algo = row("ppo", kl={"coef": 0.05}) if dtype == "float32" else row("grpo")
+    alone, every = Rank(0), ranks(RING)
+    how = {"lr": 1e-3, "micro_tokens": 90, "updates_per_step": 2, "start_probe": 8}
+    alone.make("tied", dtype, algo, **how)
+    every.make("tied", dtype, algo, **how)
+    end_alike(alone, every, algo, lambda n: batch(groups_of("mixed"), algo), tmp_path, exact=dtype == "float32")
 
 
 def test_a_step_says_how_many_tokens_were_shared(ranks):

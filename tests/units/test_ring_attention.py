@@ -67,10 +67,10 @@ def test_each_rank_attends_as_one_would(monkeypatch, rule, n):
     """Trees of turns and of samples, in runs alone and beside whole segments, in few and in many parts; bytes by the formula."""
     rows = [random_row(seed) for seed in (1, 4)] + [row_of((20, 30, 31, 29)), row_of((70,)), row_of((5, 4), (6, 60))]
     for segments in rows:
-        for deal, long in ((deal_row, 1 << 22), (spread_row, 200)):
+        for deal, scores in ((deal_row, 1 << 19), (spread_row, 800)):
             dealing = deal(segments, n, COST)
             if dealing.shared:
-                monkeypatch.setattr(ring_attention, "LONG", long)
+                monkeypatch.setattr(ring_attention, "SCORES", scores)
                 ranks = compare(segments, dealing, RULES[rule], n)
                 moved = ring_tokens(segments, dealing, RULES[rule].reach)
                 assert sum(rank.received for rank in ranks) == 3 * moved * KEYS * (SIZE + VALUE)

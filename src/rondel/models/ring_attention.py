@@ -8,7 +8,7 @@ Blocks are merged by the logarithm of their sums of exponentials, in fp32:
     lse = log sum_b exp(lse_b)        out = sum_b exp(lse_b - lse) out_b        (arXiv:2205.14135)
 
 A rank holds at most two blocks of others, the one it computes with and the one that comes, and their gradients in fp32.
-A block goes no farther than somebody sees it (core/ring_blocks.py), and scores are written out for LONG pairs at once.
+A block goes no farther than somebody sees it (core/ring_blocks.py). Scores are written out, some queries at a time.
 
 t tokens of a rank · H query heads · K key/value heads · D size of a key · E size of a value
 S segments of one call · L the longest · C most keys of one
@@ -29,8 +29,11 @@ from rondel.core.ring_blocks import Reach, RingPiece, ring_hops, ring_pieces, se
 from rondel.core.row_split import RowDealing, RowSegment
 from rondel.models.collectives import RankGroup
 from rondel.models.dense_attention import ScoreRule
-from rondel.models.packed_layout import LONG, SelectRows, group_segments
+from rondel.models.packed_layout import SelectRows, group_segments
 from rondel.models.processor import is_widened
+
+SCORES = 1 << 19  # that are written out at once: 2 MB in fp32, which stay in the cache of a core
+GPU_SCORES = 1 << 26
 
 
 class BlockCall:
@@ -87,7 +90,7 @@ class BlockCall:
         its queries see.
         """
         (segments, length), held = self.queries.shape, self.of.shape[1]
-        size = max(1, LONG // (segments * heads * held))
+        size = max(1, (GPU_SCORES if self.of.is_cuda else SCORES) // (segments * heads * held))
         for first in range(0, length, size):
             last, keys = min(first + size, length), slice(0, held)
             if segments == 1:
@@ -324,16 +327,20 @@ def _merge_call(out: Tensor, lse: Tensor, call: BlockCall, q: Tensor, k: Tensor,
         places, length = call.queries[:, at], at.stop - at.start
         asked = _fold_heads(_products(q[places], q.dtype), k.shape[1])
         scores, _ = _scores(asked, taken[0][:, :, keys], call, at, keys, rule)
-        own = scores.logsumexp(-1)  # [S,H,l]
-        weights = (scores - own.masked_fill(own == float("-inf"), 0.0)[..., None]).exp_().to(taken[1].dtype)
-        values = torch.matmul(weights.view(*asked.shape[:3], -1), taken[1][:, :, keys]).float()
+        top = scores.amax(-1)  # [S,H,l]
+        top.masked_fill_(top == float("-inf"), 0.0)
+        weights = scores.sub_(top[..., None]).exp_()
+        total = weights.sum(-1)
+        values = torch.matmul(weights.to(asked.dtype).view(*asked.shape[:3], -1), taken[1][:, :, keys]).float()
         real = call.at[:, at].flatten() >= 0
         rows = places.flatten()[real]
-        before, here = lse[rows], own.transpose(1, 2).flatten(0, 1)[real]
-        both = torch.logaddexp(before, here)
-        some = both.masked_fill(both == float("-inf"), 0.0)
         mine = _unfold_heads(values, length).flatten(0, 1)[real]
-        out[rows] = out[rows] * (before - some).exp()[..., None] + mine * (here - some).exp()[..., None]
+        top, total = (x.transpose(1, 2).flatten(0, 1)[real] for x in (top, total))
+        before = lse[rows]
+        both = torch.logaddexp(before, top + total.log())
+        some = both.masked_fill(both == float("-inf"), 0.0)
+        share = torch.where(total > 0, (top - some).exp(), 0.0)
+        out[rows] = out[rows] * (before - some).exp()[..., None] + mine * share[..., None]
         lse[rows] = both
 
 
