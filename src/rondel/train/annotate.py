@@ -19,7 +19,7 @@ from rondel.models.step_head import StepHead
 from rondel.train.logprobs import collision_probability, logprob_and_entropy
 from rondel.train.pack import MicroBatchShapes, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
-from rondel.train.row_share import join_flips, own_routes, own_share
+from rondel.train.row_share import own_routes, own_share
 from rondel.train.shaped_rewards import charge_advantages, returns_of, with_shaped_rewards
 from rondel.train.step_policy import StepPolicy
 
@@ -71,7 +71,7 @@ class TokenPolicy:
             )
 
         logprobs, entropy = loaded.run_with_head(compute_logprobs)
-        join_flips(own, tape)
+        own.join_flips(tape)
         return own.join_targets(logprobs), own.join_targets(entropy)
 
     def score_prompt(self, tokens: Sequence[int]) -> list[float]:
@@ -127,7 +127,7 @@ def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | 
         return loaded.stage.send_forward(loaded.hidden_states(own.tokens, own.positions, own.layout, tape, seen))
 
     sent: Tensor = loaded.run_with_head(compute_states)
-    join_flips(own, tape)
+    own.join_flips(tape)
     return sent
 
 
@@ -208,7 +208,7 @@ def annotate_collisions(
             )
 
         found = own.join_targets(loaded.run_with_head(compute_collisions))
-        join_flips(own, tape)
+        own.join_flips(tape)
         if not packed.idle:
             done += packed.samples
             batch.write_tokens(packed.samples, collision=found)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rondel.core.drawn_steps import DrawnSteps
     from rondel.core.unmasking_steps import UnmaskedAnswers, UnmaskingSteps
     from rondel.models.loaded_model import LoadedModel
+    from rondel.models.routing_tape import RoutingTape
     from rondel.train.settings import TrainSettings
 
 
@@ -366,6 +367,9 @@ class PackedBatch:
         row).
         """
         return values_M
+
+    def join_flips(self, tape: RoutingTape | None) -> None:
+        """The same of what a pass has put on its tape."""
 
     @property
     def token_count(self) -> int:

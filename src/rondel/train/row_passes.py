@@ -19,7 +19,7 @@ from rondel.train.logprobs import (
 )
 from rondel.train.pack import MicroBatchShapes, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
-from rondel.train.row_share import RowShare, join_flips, own_share
+from rondel.train.row_share import RowShare, own_share
 from rondel.train.step_policy import steps_of
 from rondel.train.teacher_distributions import TeacherDistribution
 
@@ -60,7 +60,7 @@ def _forward_own(
         return compute(own, hidden.index_select(0, own.source), head)
 
     logprobs, entropy, more = loaded.run_with_head(compute_own)
-    join_flips(own, tape)
+    own.join_flips(tape)
     return own.join_targets(logprobs), own.join_targets(entropy), own.join_targets(more)
 
 

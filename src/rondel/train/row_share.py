@@ -66,6 +66,12 @@ class RowShare:
             return values_t
         return gather_rows(values_t, self.lengths, self.ranks, summed=False).index_select(0, self.order)
 
+    def join_flips(self, tape: RoutingTape | None) -> None:
+        """What each rank's tape has of its own tokens becomes that of the whole row."""
+        if tape is not None and tape.routes is not None:
+            tape.flips = [self.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
+            tape.margins = [self.join_rows(m_t) if len(m_t) else m_t for m_t in tape.margins]
+
 
 def own_share(packed: PackedBatch, context: ContextRanks) -> RowShare:
     """This rank's part of a micro-batch."""
@@ -105,13 +111,6 @@ def _places_among(rows: Tensor, total: int) -> Tensor:
     places = torch.full((total,), -1, dtype=torch.int64, device=rows.device)
     places[rows] = torch.arange(len(rows), device=rows.device)
     return places
-
-
-def join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
-    """Of a row that ranks share: each rank's tape gets the routes of its own part of it."""
-    if tape is not None and tape.routes is not None and isinstance(own, RowShare):
-        tape.flips = [own.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
-        tape.margins = [own.join_rows(m_t) if len(m_t) else m_t for m_t in tape.margins]
 
 
 def own_routes(loaded: LoadedModel, packed: PackedBatch) -> Tensor:
