@@ -265,25 +265,25 @@ def counted_collectives(link: float = math.inf) -> Iterator[MovedData]:
         with moved.operation("all_to_all", out[:1].nbytes * (sum(runs) - runs[ranks.index])):
             return own_exchange(ranks, x, out, sent, got)
 
-    def shift(ranks: RankGroup, x: Any, out: Any) -> Callable[[], None]:
+    def messages(ranks: RankGroup, sent: Any, got: Any) -> Callable[[], None]:
         began = time.perf_counter()
-        with moved.operation("shift", 0):
-            wait = own_shift(ranks, x, out)
+        with moved.operation("messages", 0):
+            wait = own_messages(ranks, sent, got)
 
         def timed_wait() -> None:
-            with moved.operation("shift", out.nbytes, since=began):
+            with moved.operation("messages", sum(x.nbytes for x, _ in got), since=began):
                 wait()
 
         return timed_wait
 
-    own_exchange, own_shift = RankGroup.all_to_all, RankGroup.shift
+    own_exchange, own_messages = RankGroup.all_to_all, RankGroup.exchange_messages
     known = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
     try:
         for name, own in known.items():
             setattr(dist, name, counting(name, own))
-        RankGroup.all_to_all, RankGroup.shift = exchange, shift
+        RankGroup.all_to_all, RankGroup.exchange_messages = exchange, messages
         yield moved
     finally:
-        RankGroup.all_to_all, RankGroup.shift = own_exchange, own_shift
+        RankGroup.all_to_all, RankGroup.exchange_messages = own_exchange, own_messages
         for name, own in known.items():
             setattr(dist, name, own)

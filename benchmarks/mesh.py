@@ -18,6 +18,8 @@ formula      the same by the sum of what each axis moves, L layers of two parts,
                       head, four sums a target; of matrices, vocabulary, keys and values / n; round a ring (overlap) as many
              cp       6 L S K d (n-1)/n     K, V gathered twice and scattered once, of the S tokens that are shared
                       (core/row_split.py): none of short families, all of one long sample (--long); T / n, M / n
+                      with cp_attention=ring K, V of the R tokens that arrive somewhere travel twice, and their gradients
+                      once: 6 L R K d / n, where R is S (n-1) / 2 of one long sample (core/ring_blocks.py), in place of S (n-1)
              pp       2 T D (n v-1)/n + M (n-1)/n     states forward, their gradient back, of v chunks; logprobs to all;
                       L / n, embedding and head once; of tp a run of layers a chunk
              ep       4 k L T D (n-1)/n and experts over shards · cp · tp / n     k rows of each token to its experts and
@@ -72,6 +74,7 @@ MESHES = [
     "replicas=2,shards=2",
     "shards=2,tp=2",
     "shards=2,cp=2",
+    "cp=2,cp_attention=ring",
     "cp=2,tp=2",
     "tp=4",
     "shards=2,ep=2",
@@ -246,7 +249,8 @@ def bytes_of_axes(mesh: Any, size: dict[str, Any], tokens: int, targets: int, sh
     """Bytes of one rank in an update of one micro-batch a data rank, mean over the ranks: the sum of what each axis moves,
     of a decoder in fp32 whose heads tp divides.
 
-    tokens, targets, shared   packed, trained, and shared over cp, of the whole batch
+    tokens, targets, shared   packed, trained, and those whose keys and values come to a rank of cp, summed over its
+                              ranks, of the whole batch
     """
     layers, hidden, n = size["num_hidden_layers"], size["hidden_size"], mesh.shards * mesh.cp
     keys, heads = (2 * size[f"num_{kind}_heads"] * size["head_dim"] for kind in ("key_value", "attention"))
@@ -264,7 +268,7 @@ def bytes_of_axes(mesh: Any, size: dict[str, Any], tokens: int, targets: int, sh
     moved = _received(n) * (3 * layers * each + 2 * root) / mesh.pp
     moved += _received(n * mesh.tp // mesh.ep) * 3 * layers * apart / mesh.ep / mesh.pp
     moved += 2 * _received(mesh.replicas) * (layers * (each / n + apart / (n * mesh.tp)) + root / n) / mesh.pp
-    moved += _received(mesh.cp) * 3 * layers / mesh.pp * run * keys / mesh.tp
+    moved += 3 * layers / mesh.pp * run / mesh.cp * keys / mesh.tp
     moved += 2 * rows * hidden * (mesh.pp * mesh.chunks - 1) / mesh.pp + _received(mesh.pp) * chosen
     if mesh.tp > 1:
         passes = (8 * layers / mesh.pp + 2 * mesh.chunks * mesh.sp) * rows + 2 * (rows + chosen) / mesh.pp
@@ -281,14 +285,19 @@ def _received(ranks: int) -> float:
 
 
 def _shared(mesh: Any, batch: Any, size: dict[str, Any]) -> int:
-    """Tokens that all ranks of a row have a part of, in the rows of all data ranks."""
+    """Tokens whose keys and values come to a rank that has others, summed over the ranks, in the rows of all data ranks."""
+    from rondel.core.ring_blocks import ring_tokens
     from rondel.core.row_split import PRODUCTS, deal_row
     from rondel.train.pack import micro_batches
 
     how = {"ranks": mesh.data, "stages": mesh.pp}
     packs = (packed for rank in range(mesh.data) for packed in micro_batches(batch, 10**6, rank=rank, **how))
-    dealt = (deal_row(packed.layout.segments, mesh.cp, PRODUCTS * size["hidden_size"]) for packed in packs)
-    return sum(dealing.shared_tokens for dealing in dealt)
+    found = 0
+    for segments in (packed.layout.segments for packed in packs):
+        dealing = deal_row(segments, mesh.cp, PRODUCTS * size["hidden_size"])
+        ring = mesh.cp_attention == "ring"
+        found += ring_tokens(segments, dealing) if ring else (mesh.cp - 1) * dealing.shared_tokens
+    return found
 
 
 def _flow_formulas(mesh: Any, family: str, batch: Any) -> tuple[int, int]:

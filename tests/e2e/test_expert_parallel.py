@@ -249,7 +249,6 @@ def test_experts_without_a_token_have_gradients_of_zeros(how):
     [
         ("llama", "no experts that ep could lay apart"),
         ("dbrx", "no experts that ep could lay apart"),
-        ("mixture + fresh", "adapter"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(ranks, kind, said):

@@ -252,6 +252,7 @@ def test_digits_are_drawn_and_shown(tmp_path, capsys):
             "leave overlap and sp out",
         ),
         ({"place__kind": "split", "place__mesh": {"cp": 2}}, "no tokens that ranks could share"),
+        ({"place__kind": "split", "place__mesh": {"cp": 2, "cp_attention": "ring"}}, "leave cp_attention out"),
         ({"engine__numerics": "aligned"}, "engine.numerics"),
         ({"model__dtype": "bfloat16"}, "need float32"),
         ({"task__reward": {"kind": "near", "points": [[0.0], [1.0, 2.0]]}}, "equal length"),

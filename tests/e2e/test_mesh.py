@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from kits.algos import lively
 from kits.ranks import Rank, apart, end_alike, hand_over, written_bytes
@@ -263,8 +264,8 @@ def test_each_rank_holds_its_share(ranks):
     [
         (TP, "mamba", "no plan for tensor parallelism"),
         (TP, "bitnet", "cannot be cut that way"),
-        (TP, "qwen2_5_vl", "images"),
-        (TP, "llama + fresh", "adapter"),
+        (CP, "gemma3", "tokens of an image see those behind them"),
+        (Mesh(tp=2, overlap=True), "llama + fresh", "layers with an adapter do not travel"),
         (Mesh(tp=4), "deepseek_v32", "indexer"),
         (PP, "deepseek_v32", "indexers"),
         (PP, "deepseek_v4", "several residual streams"),
@@ -278,17 +279,37 @@ def test_what_cannot_be_cut_is_refused_by_name(ranks, mesh, kind, said):
         ranks(mesh).make(kind)
 
 
-DISTILLED = [(TP, 1.0), (TP, 0.5), (PLAIN_TP, 0.0), (Mesh(shards=2, tp=2), 1.0), (Mesh(replicas=2, tp=2), 0.5)]
+WHOLE, JS, FORWARD = {"beta": 1.0}, {"beta": 0.5}, {"beta": 0.0}
+TOP, ALONE_TOP = {"beta": 0.5, "top": 8}, {"top": 30, "tail": False}  # of 97 tokens
+DISTILLED = [
+    *((TP, how) for how in (WHOLE, JS, TOP, ALONE_TOP)),
+    *((Mesh(tp=4), how) for how in (TOP, ALONE_TOP, {"top": 90})),  # ranks with fewer columns than are compared
+    (PLAIN_TP, FORWARD),
+    *((Mesh(shards=2, tp=2), how) for how in (WHOLE, TOP)),
+    (Mesh(replicas=2, tp=2), JS),
+    *((mesh, how) for mesh in (CP, PP) for how in (WHOLE, TOP)),
+    (replace(CP, cp_attention="ring"), JS),
+    (Mesh(cp=2, tp=2), TOP),
+    (Mesh(pp=2, tp=2), ALONE_TOP),
+    (Mesh(pp=2, cp=2), WHOLE),
+]
+DISTILL_CHOSEN = [
+    (TP, WHOLE),
+    (Mesh(tp=4), {"top": 90}),
+    (Mesh(shards=2, tp=2), TOP),
+    (Mesh(cp=2, tp=2), TOP),
+    (PP, WHOLE),
+]
 
 
-@pytest.mark.parametrize(("mesh", "beta"), covering(DISTILLED, [DISTILLED[0], DISTILLED[3]]), ids=str)
-def test_whole_distributions_of_a_teacher_have_it_over_a_cut_vocabulary(ranks, mesh, beta):
+@pytest.mark.parametrize(("mesh", "how"), covering(DISTILLED, DISTILL_CHOSEN), ids=str)
+def test_whole_distributions_of_a_teacher_have_it(ranks, mesh, how):
     """The teacher lies whole on every rank, which multiplies with its rows of the teacher's head alone; in one chunk of
     logits, whose softmax is kept, and in many; what is told of the divergence, and what it moves: a sum over the ranks is
     a number a target, of which the teacher's softmax has two in either pass, the reverse KL one, the others two in either.
     """
     bare = row("grpo", entropy={"coef": 0.02})  # of every token, too
-    algo = replace(bare, distill=row("grpo", distill={"kind": "full", "coef": 1.0, "beta": beta}).distill)
+    algo = replace(bare, distill=row("grpo", distill={"kind": "full", "coef": 1.0, **how}).distill)
     alone, every, b = Rank(0), ranks(mesh), batch(awkward_groups(), algo)
     alone.make("llama", algo=algo, teacher=True)
     every.make("llama", algo=algo, teacher=True)
@@ -300,25 +321,75 @@ def test_whole_distributions_of_a_teacher_have_it_over_a_cut_vocabulary(ranks, m
         for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
             assert apart(got, whole) <= 1e-6
     every.limit_logits(1 << 25)
-    if mesh.data == 1:
+    if mesh in (TP, PLAIN_TP) and "top" not in how:
         sums = every.summed_bytes(copy.deepcopy(b), algo)
         every.make("llama", algo=bare)
         plain = every.summed_bytes(copy.deepcopy(b), bare)
-        assert [x - y for x, y in zip(sums, plain)] == [4 * b.total_tokens * (5 if beta == 1 else 8)] * mesh.world
+        each = 4 * b.total_tokens * (5 if how == WHOLE else 8)
+        assert [x - y for x, y in zip(sums, plain)] == [each] * mesh.world
         every.make("llama", algo=algo, teacher=True)
     for _, theirs, *_ in every.step(copy.deepcopy(b), algo):
         assert theirs["train/kl_teacher"] == pytest.approx(told["train/kl_teacher"], rel=1e-5)
 
 
-@pytest.mark.sweep  # adapters over ranks are in test_ranks.py, stages above
-def test_an_adapter_in_stages_ends_where_that_of_one_rank_ends(ranks, tmp_path):
-    """Each stage trains those of its layers; a critic has its own, and the reference is the base."""
+@pytest.mark.parametrize("mesh", covering([TP, CP, PP, Mesh(cp=2, tp=2)], [Mesh(cp=2, tp=2)]), ids=str)
+def test_the_likeliest_tokens_of_every_draw_have_it(ranks, mesh):
+    """A row that reads their log-probabilities beside the token's own, wherever their logits lie."""
+    algo, rng = row("score_centering", surrogate={"low": 0.8, "high": 1.2, "top": 6}), np.random.default_rng(0)
+    alone, every, b = Rank(0), ranks(mesh), batch(awkward_groups(), algo)
+    for known in (s.known for s in b.samples):
+        n = len(known.sample)
+        known.top_ids = torch.from_numpy(np.array([rng.choice(97, 6, replace=False) for _ in range(n)]))
+        known.top_behavior = torch.from_numpy(np.log(rng.dirichlet(np.ones(7), n)[:, :6]).astype(np.float32))
+    alone.make("llama", algo=algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    every.make("llama", algo=algo)
+    for micro_tokens in (40, 10**6):
+        for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+
+
+ADAPTED = [
+    *(
+        (mesh, kind)
+        for mesh in (TP, PLAIN_TP, CP, PP)
+        for kind in ("llama", "qwen3", "gemma2", "lfm2", "mixtral", "deepseek_v3")
+    ),
+    *((mesh, "tied") for mesh in (*PAIRS[:3], PAIRS[6], PAIRS[7], Mesh(tp=4))),
+    *((Mesh(**axis, ep=2), "gpt_oss") for axis in ({"shards": 2}, {"tp": 2}, {"cp": 2})),
+]
+# keys for fewer heads than ranks; parts that lie whole on ranks that all have the same rows; experts apart
+ADAPTED_CHOSEN = [(Mesh(tp=4), "tied"), (PLAIN_TP, "lfm2"), (Mesh(tp=2, ep=2), "gpt_oss"), (CP, "gemma2")]
+
+
+@pytest.mark.parametrize(("mesh", "kind"), covering(ADAPTED, ADAPTED_CHOSEN), ids=str)
+def test_an_adapter_over_a_mesh_has_the_gradient_of_one_rank(ranks, mesh, kind):
+    """Its factors lie whole on every rank, and each computes with those of its part of a matrix; with a critic's own."""
+    algo = row("ppo", kl={"coef": 0.05}) if kind == "tied" else row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
+    alone, every, b = Rank(0), ranks(mesh), batch(awkward_groups(), algo)
+    alone.make(f"{kind} + used", algo=algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    assert np.linalg.norm(whole) > 1e-3
+    every.make(f"{kind} + used", algo=algo)
+    for micro_tokens in (40, 10**6):
+        for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.parametrize("mesh", covering([PP, TP, PLAIN_TP, *PAIRS[:2]], [TP]), ids=str)
+def test_an_adapter_over_a_mesh_ends_where_that_of_one_rank_ends(ranks, tmp_path, mesh):
+    """A critic has its own, and the reference is the base; it is stored and published as that of one rank."""
     algo = row("ppo", kl={"coef": 0.05})
-    alone, every = Rank(0), ranks(PP)
+    alone, every = Rank(0), ranks(mesh)
     how = {"lr": 1e-3, "micro_tokens": 90, "updates_per_step": 2, "start_probe": 8, "clip": 0.5}
     alone.make("tied + fresh", algo=algo, **how)
     every.make("tied + fresh", algo=algo, **how)
     end_alike(alone, every, algo, lambda n: batch(awkward_groups(n), algo), tmp_path, exact=True)
+    every.save(tmp_path / "cut")
+    alone.load(tmp_path / "cut")
+    alone.save(tmp_path / "whole")
+    for name in ("adapter_model.safetensors", "optimizer.safetensors", "adapter_config.json", "base.json"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
 def test_stages_have_the_bits_of_one_rank(ranks):
@@ -329,19 +400,37 @@ def test_stages_have_the_bits_of_one_rank(ranks):
     assert every.logprobs(tokens) == [alone.logprobs(tokens)] * 2
 
 
-@pytest.mark.parametrize("kind", covering(["qwen2_5_vl", "qwen3_vl", "gemma3"], ["qwen3_vl", "gemma3"]))
-def test_stages_that_look_have_the_gradient_of_one_rank(ranks, kind):
-    """The tower is frozen and on every stage: layers behind the first may want what it saw."""
-    algo, alone, every = row("grpo", entropy={"coef": 0.02}), Rank(0), ranks(PP)
+LOOKING = [
+    *((mesh, kind) for mesh in (PP, TP, PLAIN_TP) for kind in ("qwen2_5_vl", "qwen3_vl", "gemma3")),
+    *((mesh, kind) for mesh in (CP, PLAIN_TP) for kind in ("qwen3_5", "gemma4")),
+    *(
+        (mesh, "qwen3_vl")
+        for mesh in (CP, replace(CP, cp_attention="ring"), PAIRS[0], PAIRS[1], PAIRS[2], PAIRS[6], PAIRS[7])
+    ),
+    *((mesh, kind) for mesh in (CP, TP) for kind in ("idefics3", "qwen2_vl")),
+    *((Mesh(**axis, ep=2), "qwen3_vl_moe") for axis in ({"tp": 2}, {"cp": 2})),
+]
+LOOKING_CHOSEN = [(PP, "qwen3_vl"), (PP, "gemma3"), (TP, "gemma3"), (PAIRS[0], "qwen3_vl")]
+APART = {"qwen3_5": 2e-6, "gemma4": 4e-6}  # hybrids; of one rank in two cuts gemma4 is 6e-7 from itself, others 3e-7
+
+
+@pytest.mark.parametrize(("mesh", "kind"), covering(LOOKING, LOOKING_CHOSEN), ids=str)
+def test_a_mesh_that_looks_has_the_gradient_of_one_rank(ranks, mesh, kind):
+    """The tower is frozen and on every rank: stages behind the first, and layers whose rows lie apart, may want what it
+    saw; ranks that share a row see what their tokens see.
+    """
+    algo, alone, every = row("grpo", entropy={"coef": 0.02}), Rank(0), ranks(mesh)
     b = batch(groups_with_images(looking(kind)), algo)
     alone.make(kind, algo=algo)
     whole = alone.gradient(copy.deepcopy(b), algo)
     every.make(kind, algo=algo)
     for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=40):
-        assert apart(got, whole) <= 1e-6
+        assert apart(got, whole) <= APART.get(kind, 1e-6)
 
 
-@pytest.mark.parametrize("mesh", covering(["pp=2,tp=2", "shards=2,cp=2"], ["shards=2,cp=2"]))  # pp in test_bench.py
+@pytest.mark.parametrize(
+    "mesh", covering(["pp=2,tp=2", "shards=2,cp=2", "shards=2,cp=2,cp_attention=ring"], ["shards=2,cp=2"])
+)  # pp in test_bench.py
 def test_a_rank_of_composed_axes_receives_the_bytes_of_their_formulas(capsys, mesh):
     """Counted in the collectives of one update, with long samples, whose keys all ranks of cp gather."""
     sizes = ["--groups", "2", "--samples", "2", "--long", "150"]

@@ -16,7 +16,8 @@ from kits.sweeps import covering
 pytestmark = pytest.mark.slow
 STEPS = {"loop__warmup__steps": 2, "loop__steps": 5, "run__checkpoint__every": 4, "place__kind": "split"}
 MESHES = {axis: {axis: 2} for axis in ("shards", "replicas", "tp", "cp", "ep", "pp")}
-MESHES |= {"ring": {"tp": 2, "overlap": True}}
+MESHES |= {"ring": {"tp": 2, "overlap": True}, "cp ring": {"cp": 2, "cp_attention": "ring"}}
+MESHES |= {"tp adapter": {"tp": 2}}
 MIXTURE = {
     "random": "mixtral",
     "hidden_size": 32,
@@ -46,6 +47,8 @@ def ended(tmp_path_factory):
 def settings(name: str) -> dict:
     """ "ep", or "one rank for ep": of the model that the mesh is for."""
     mesh = {"place__mesh": MESHES[name]} if name in MESHES else {}
+    mesh |= {"trainer__micro_tokens": 48} if name == "cp ring" else {}  # a family each, whose prompt is shared
+    mesh |= {"model__adapter": {"kind": "lora", "rank": 4, "alpha": 8}} if name.endswith("adapter") else {}
     return STEPS | mesh | ({"model__path": MIXTURE} if name.endswith("ep") else {})
 
 
@@ -54,7 +57,7 @@ def apart(a: dict, b: dict) -> tuple[float, float]:
     names = [n for n in a if "optimizer" not in n or "/master." in n]
     assert names and a.keys() == b.keys()
     sums = {n: (float((a[n] - b[n]).double().square().sum()), float(b[n].double().square().sum())) for n in names}
-    moved, size = (sum(of) for of in zip(*(sums[n] for n in names if n.startswith("model/"))))
+    moved, size = (sum(of) for of in zip(*(sums[n] for n in names if n.startswith(("model/", "adapter_model/")))))
     return (moved / size) ** 0.5, max(d / max(n, 1e-18) for d, n in sums.values()) ** 0.5
 
 
@@ -66,8 +69,10 @@ def ends_alike(a: dict, b: dict, *, mixture: bool) -> None:
 # a ring: in test_format_mesh.py, too
 @pytest.mark.parametrize("name", covering(MESHES, set(MESHES) - {"ring"}))
 def test_five_steps_on_a_mesh_end_where_one_rank_ends(ended, name):
-    one = "one rank for ep" if name == "ep" else "one"
+    one = {"ep": "one rank for ep", "tp adapter": "one adapter"}.get(name, "one")
     ends_alike(final(ended(name)), final(ended(one)), mixture=name == "ep")
+    if name == "cp ring":
+        assert "train/shared_tokens" in (ended(name) / "journal.jsonl").read_text()
 
 
 # tp writes and cp reads in the next test; a rank of a killed stage goes on in test_chaos.py

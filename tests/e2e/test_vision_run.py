@@ -76,6 +76,22 @@ def test_a_run_that_looks_survives_a_kill_and_is_replayed(tmp_path):
         assert again[name] == done[name]
 
 
+LOOKING = [{"shards": 2}, {"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", covering(LOOKING, LOOKING[1:2]), ids=str)
+def test_a_run_that_looks_ends_over_a_mesh_where_one_rank_ends(tmp_path, mesh):
+    """Checkpoints with the same tensors. Gradients agree to 5e-7 (test_mesh.py); Adam divides small ones by their size."""
+    for name, place in (("one", {}), ("mesh", {"place__mesh": mesh})):
+        run(tmp_path / name, place__kind="split", trainer__micro_tokens=64, **place)
+    ours, theirs = (final(tmp_path / name) for name in ("mesh", "one"))
+    assert ours.keys() == theirs.keys()
+    names = [name for name in theirs if name.startswith("model/")]
+    mine, whole = (torch.cat([t[name].flatten().double() for name in names]) for t in (ours, theirs))
+    assert float((mine - whole).norm()) <= 1e-5 * float(whole.norm())
+
+
 @pytest.mark.slow
 @pytest.mark.sweep  # runs over pictures, killed and replayed, follow; gradients are in tests/parity/test_vision.py
 def test_the_policy_learns_to_look(tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from rondel.core.row_split import PRODUCTS, deal_row
 from rondel.planner import cost, layout, split, traffic
 from rondel.planner.hardware import GB, find_hardware
 from rondel.planner.overlap import best_engine_devices
@@ -244,6 +245,24 @@ def test_a_ring_of_four_hides_three_of_four_rounds_behind_arithmetic(link):
     travels = plain.traffic / setting.hardware.link
     arithmetic = plain.seconds - travels
     assert plain.seconds - ringed.seconds == pytest.approx(min(travels, 3 / 4 * 0.8 * arithmetic))
+
+
+def test_a_ring_of_context_holds_less_and_moves_less():
+    """One long sample: half as many keys and values travel as are gathered, to ranks that hold two blocks in place of all."""
+    setting = what_if(["model=7b", "gpus=8", "prompt=0", "output=65536", "mean=65536", "group=1", "micro=8192"])
+    rows = [
+        next(row for row in layout.parallel_layouts(replace(setting, ring=on)) if (row.cp, row.tp, row.pp) == (8, 1, 1))
+        for on in (False, True)
+    ]
+    gathered, ringed = rows
+    each, tokens = setting.shape.trained_kv_bytes(), setting.packed_tokens
+    assert [row.mesh.cp_attention for row in rows] == ["all_gather", "ring"]
+    row = each / setting.shape.attention_layers * 65536  # bytes of a layer's keys and values in a micro-batch
+    assert gathered.memory - ringed.memory == pytest.approx(2 * row - 2 * row / 8 * 3, rel=0.01)
+    # 2 + 2 + 4 bytes of a number, to the ranks behind, for 2 + 2 + 2 to all; runs of equal work are longer in front
+    lengths = deal_row([layout.MeanSegment(0, 65536)], 8, PRODUCTS * setting.shape.hidden).lengths
+    behind = sum(n * length for n, length in zip(range(7, -1, -1), lengths)) / sum(lengths) / 8
+    assert gathered.traffic - ringed.traffic == pytest.approx(tokens * each * (3 * 7 / 8 - 4 * behind), rel=1e-3)
 
 
 @pytest.mark.parametrize("unit", [1, 2])

@@ -23,7 +23,7 @@ from rondel.train.teacher_distributions import TeacherDistribution, TeacherOpini
 from rondel.train.teachers import Teacher, TeacherEnsemble
 
 FULL = {"distill": {"kind": "full", "coef": 1.0}}
-TP = {"place__kind": "split", "place__mesh": {"tp": 2}}
+TP, PP = ({"place__kind": "split", "place__mesh": {axis: 2}} for axis in ("tp", "pp"))
 
 
 DIVERGENCES = [Divergence(0.0), Divergence(0.3), Divergence(1.0, 4), Divergence(0.3, 4, False), Divergence(0.0, 5)]
@@ -173,7 +173,7 @@ def test_a_step_says_the_exact_distance_and_forgets_what_it_kept():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", covering([{}, TP], [{}]), ids=str)
+@pytest.mark.parametrize("place", covering([{}, TP, PP], [{}]), ids=str)
 def test_a_run_comes_closer_to_its_teacher(tmp_path, place):
     run(
         tmp_path,
@@ -195,12 +195,7 @@ def test_a_run_comes_closer_to_its_teacher(tmp_path, place):
         ({"model__teacher": [{"url": "http://127.0.0.1:1"}]}, "hidden states"),
         ({"engine__sampling__top_k": 5}, "top_k"),
         ({"trainer__memory__offload": True}, "offload"),
-        ({"place__kind": "split", "place__mesh": {"cp": 2}}, "without cp and pp"),
-        ({"place__kind": "split", "place__mesh": {"tp": 2, "pp": 2}}, "without cp and pp"),
-        (
-            {"place__kind": "split", "place__mesh": {"tp": 2}, "algo__distill": {"kind": "full", "top": 8}},
-            "distill.top = 0",
-        ),
+        ({"place__kind": "split", "place__cluster": "torchrun"}, "and not torchrun"),
         (
             {"place__kind": "split", "place__mesh": {"tp": 2}, "model__teacher": [{"context": "{prompt} {answer}"}]},
             "whole head of the policy",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import queue
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
 from kits.families import model as family
+from kits.thread_ranks import ThreadRank, on_ranks
 from rondel.core.errors import ModelError
 from rondel.core.mesh import Mesh
 from rondel.models.ring_collectives import gather_ring, reduce_ring, run_slices
@@ -19,39 +17,7 @@ from rondel.models.ring_products import install_ring, ring_products
 from rondel.models.shard_cut import ShardCut, split_shards
 from rondel.models.tensor_parallel import check_tensor_parallel, cut_model
 
-WAIT = 20  # seconds for a message: a ring in the wrong order ends with queue.Empty
 RUNS = [[3, 2], [1, 0], [0, 4], [4, 3, 3], [0, 5, 1], [1, 1, 0, 0], [2, 0, 3, 1]]
-
-
-@dataclass
-class ThreadRank:
-    """One of `size` ranks, which have a queue from each to the next."""
-
-    index: int
-    size: int
-    links: list[queue.Queue]
-    received: int = 0
-
-    def shift(self, x, out):
-        if x.numel():
-            self.links[self.index].put(x.clone())
-
-        def wait():
-            if out.numel():
-                out.copy_(self.links[self.index - 1].get(timeout=WAIT))
-                self.received += out.numel()
-
-        return wait
-
-
-def on_ranks(n, work):
-    """What each of n ranks makes of `work(rank)`, which is called with all of them at once; and the ranks."""
-    links = [queue.Queue() for _ in range(n)]
-    ranks = [ThreadRank(i, n, links) for i in range(n)]
-    with ThreadPoolExecutor(n) as pool:
-        done = list(pool.map(work, ranks))
-    assert all(link.empty() for link in links)
-    return done, ranks
 
 
 @pytest.mark.parametrize("lengths", RUNS, ids=str)
@@ -177,7 +143,7 @@ def test_whoever_else_reads_the_rows_of_others_reads_nan():
 def test_which_parts_of_a_layer_have_a_ring(kind, parts):
     decoder = (model := copy.deepcopy(family(kind)).model).model
     check_tensor_parallel(model, 2, overlap=True)
-    cut_model(model, ThreadRank(0, 2, []), overlap=True)
+    cut_model(model, ThreadRank(0, 2, {}), overlap=True)
     assert {n for n, part in decoder.layers[0].named_children() if RING in map(_name, part.children())} == parts
 
 

@@ -1,51 +1,24 @@
 """How a packed row lies over the ranks that share it: short families whole, long samples in runs, the work even."""
 
-from itertools import chain, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from kits.row_split import COST, random_row, rank_rows, row_of
 from rondel.core.row_split import EVEN, deal_row, segment_depths, spread_row, work_of
 from rondel.models.block_indexer import TokenCount
 from rondel.models.context_parallel import ContextLayout, ContextRanks
 from rondel.models.dense_attention import ScoreRule
-from rondel.models.packed_layout import PackedLayout, PackedSegment
-
-COST = 64
-
-
-def row_of(*families) -> list[PackedSegment]:
-    """Segments of families (prompt, completion, ...), one behind the other."""
-    segments, at = [], 0
-    for prompt, *completions in families:
-        segments.append(PackedSegment(at, prompt))
-        above, at = len(segments) - 1, at + prompt
-        for length in completions:
-            segments.append(PackedSegment(at, length, above))
-            at += length
-    return segments
-
-
-def random_row(seed: int) -> list[PackedSegment]:
-    """A forest: segments of skewed lengths under a root, under each other, or by themselves."""
-    rng, segments, at = np.random.default_rng(seed), [], 0
-    for i in range(int(rng.integers(1, 40))):
-        parent = int(rng.integers(i)) if i and rng.random() < 0.7 else None
-        segments.append(PackedSegment(at, int(1 + rng.lognormal(2.5, 1.5)), parent))
-        at += segments[-1].length
-    return segments
+from rondel.models.packed_layout import PackedLayout
 
 
 def token_work(segments, cost=COST) -> list[np.ndarray]:
     """Of each segment's tokens, one by one."""
     above = segment_depths(segments)
     return [cost + depth + np.arange(1, s.length + 1) for depth, s in zip(above, segments)]
-
-
-def rank_rows(segments, dealing) -> list[np.ndarray]:
-    return [np.array([*chain(*runs)], dtype=int) for runs in dealing.rank_places(segments)]
 
 
 def loads(segments, ranks) -> list[int]:

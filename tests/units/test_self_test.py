@@ -49,6 +49,7 @@ def failing(tmp_path, **changes) -> set[str]:
 
 
 LLAMA = {"random": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+LATENTS = LLAMA | {"random": "deepseek_v3", "num_key_value_heads": 4, "first_k_dense_replace": 1}
 MIXTURE = {"random": "mixtral", "num_local_experts": 4, "hidden_size": 32, "num_hidden_layers": 2}
 
 
@@ -57,6 +58,8 @@ MIXTURE = {"random": "mixtral", "num_local_experts": 4, "hidden_size": 32, "num_
     [
         (LLAMA, {"tp": 16}, "tp = 16 does not divide"),
         (LLAMA, {"tp": 2, "overlap": True}, ""),
+        (LLAMA, {"cp": 2, "cp_attention": "ring"}, ""),
+        (LATENTS, {"cp": 2, "cp_attention": "ring"}, "latents, which are smaller than the keys made of them, cannot"),
         (LLAMA, {"ep": 2}, "no experts that ep could lay apart"),
         (LLAMA, {"pp": 3}, "2 layers: every stage needs one"),
         (MIXTURE, {"ep": 3}, "ep = 3 does not divide the 4 experts"),

@@ -415,14 +415,9 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             "compares whole distributions, and top_k or top_p cut the policy's: set them to 0 and 1",
         ),
         (
-            mesh.world == mesh.data * mesh.tp and job.place.cluster != "torchrun",
-            "compares distributions where each rank has the hidden states of its samples: use place.ranks or place.mesh "
-            "= { shards, replicas, tp } without cp and pp, and not torchrun, or use kind = 'distill'",
-        ),
-        (
-            mesh.tp == 1 or not any("teacher_hidden" in r.needs and r.divergence.top for r in rows.all_rows),
-            "finds the policy's likeliest tokens in a whole row of logits, of which tp leaves a part on each rank: set "
-            "distill.top = 0, or leave tp out",
+            job.place.cluster != "torchrun",
+            "needs ranks that the run makes itself, each beside whole teachers: use place.ranks or place.mesh, and not "
+            "torchrun, or use kind = 'distill'",
         ),
         (
             mesh.world == 1 or not any(t.is_policy for t in job.model.teachers),
@@ -512,11 +507,6 @@ def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
         (
             job.engine.kind == "builtin",
             f'engine.kind = "{job.engine.kind}" does not tell them of the distribution that it draws from: use "builtin"',
-        ),
-        (
-            job.place.mesh.to_mesh(job.place.ranks).world == job.place.mesh.to_mesh(job.place.ranks).data,
-            "the trainer looks them up in the whole vocabulary: use place.ranks or place.mesh = { shards, replicas } "
-            "without cp, tp and pp",
         ),
     ]
     for holds, rule in rules:

@@ -53,6 +53,7 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     rules = [
         (kind == "flow" or kind not in ENV_TABLES, f'task.env = "{kind}" reads text: set task.env = "flow"'),
         *refusals_of_steps(job, rows, "flow_grpo, ddrl or grpo", axes=("replicas", "shards", "cp", "tp")),
+        (mesh.cp_attention != "ring", "keys and values of its patches are gathered over cp: leave cp_attention out"),
         (
             mesh.cp == 1 or model_type_of(job.model.path) != FLOW_MLP,
             f"place.mesh has cp = {mesh.cp}: a {FLOW_MLP} has no tokens that ranks could share; leave cp out",

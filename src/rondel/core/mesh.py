@@ -33,6 +33,7 @@ class Mesh:
     chunks: int = 1  # runs of layers of each stage of pp
     sp: bool = True  # rows between the parts of a layer lie apart over tp
     overlap: bool = False  # these rows travel while the products beside them compute
+    cp_attention: str = "all_gather"  # how keys and values of shared tokens come to a rank of cp; or round a "ring"
     # when shards travel; none of these changes the gradient
     prefetch: int = 0  # layers that are gathered ahead of the one that computes
     reduce: str = "micro_batch"  # gradients are summed after each "micro_batch", or once an "update"
@@ -50,6 +51,11 @@ class Mesh:
             raise ValueError(
                 f"overlap = true with tp = {self.tp} and sp = {str(self.sp).lower()}: it is for rows that lie apart over tp; "
                 "set tp to 2 or more and sp = true, or leave overlap out"
+            )
+        if self.cp_attention == "ring" and self.cp == 1:
+            raise ValueError(
+                'cp_attention = "ring" with cp = 1: it says how ranks that share a row give each other keys and values; '
+                "set cp to 2 or more, or leave cp_attention out"
             )
         if self.shards * self.cp * self.tp % self.ep:
             raise ValueError(
@@ -86,6 +92,7 @@ class Mesh:
         told = [f"{axis} = {n}" for axis in (*AXES, "ep", "chunks") if (n := getattr(self, axis)) > 1]
         told += [] if self.sp or self.tp == 1 else ["sp = false"]
         told += ["overlap = true"] if self.overlap else []
+        told += ['cp_attention = "ring"'] if self.cp_attention == "ring" else []
         told += [f"prefetch = {self.prefetch}"] if self.prefetch else []
         told += [f'{key} = "update"' for key in ("reduce", "reshard") if getattr(self, key) == "update"]
         return f"{{ {', '.join(told)} }}" if told else "{}"

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    pass
-
+from rondel.models.shard_cut import ShardCut, split_shards
 
 NAME = "default"  # peft's name of the only adapter
 
@@ -40,6 +39,32 @@ class ModelAdapter:
     def parameter_count(self) -> int:
         """sum of r (I + O) over its layers."""
         return sum(m.weight.numel() for layer in self.layers.values() for m in (layer.lora_A[NAME], layer.lora_B[NAME]))
+
+
+def own_factors(layer: Any) -> tuple[Tensor, Tensor]:
+    """A [r, I] and B [O, r] of an adapted layer; where its matrix is cut over ranks, what belongs to this rank's part."""
+    a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+    cut: FactorCut | None = getattr(layer, "factor_cut", None)
+    return (a, b) if cut is None else cut.take_own(a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class FactorCut:
+    """Which part of an adapter's factors a rank computes with, where W is cut over n of them. Both factors lie whole on
+    every rank, each of which finds its part of their gradients.
+
+        columns  W_i = W[own rows]      y_i = W_i x + s B[own rows] (A x)
+        rows     W_i = W[:, own]        y = sum over ranks of (W_i x_i + s B (A[:, own] x_i))      one sum for both
+    """
+
+    cut: ShardCut
+    index: int
+    ranks: int
+
+    def take_own(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        if self.cut.dim == 0:
+            return a, split_shards(b, self.cut, self.ranks)[self.index]
+        return split_shards(a, self.cut, self.ranks)[self.index], b
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from rondel.core.errors import ConfigError, ModelError, error_boundary
 from rondel.core.registry import suggest_name
 from rondel.models import linear, names
 from rondel.models.adapter_files import read_adapter
-from rondel.models.adapter_state import NAME, ModelAdapter
+from rondel.models.adapter_state import NAME, ModelAdapter, own_factors
 from rondel.models.lora_product import LoraProduct
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.vision_families import tower_parts
@@ -173,7 +173,7 @@ def _adapted_forward(adapter: ModelAdapter, layer: Any, x: Tensor) -> Tensor:
     out = layer.base_layer(x)
     if adapter.off:
         return out
-    a, b, scale = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME]
+    a, b, scale = *own_factors(layer), layer.scaling[NAME]
     if adapter.exact:
         return (out + scale * linear.product(linear.product(x.float(), a), b)).to(out.dtype)
     flat, wide = x.flatten(0, -2), out.flatten(0, -2)

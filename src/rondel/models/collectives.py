@@ -74,7 +74,15 @@ class RankGroup:
         """Begin to send x to the next rank of a ring, and to receive in `out` what the one before sends; both know the
         lengths, and what is empty does not travel. -> a function that waits for both; until then they stay as they are.
         """
-        ops = [(dist.isend, x, self.index + 1), (dist.irecv, out, self.index - 1)]
+        return self.exchange_messages([(x, self.index + 1)], [(out, self.index - 1)])
+
+    def exchange_messages(
+        self, sent: Sequence[tuple[Tensor, int]], got: Sequence[tuple[Tensor, int]]
+    ) -> Callable[[], None]:
+        """Begin to send tensors to other ranks, and to receive from others, whose numbers count round a ring; as `shift`
+        does with two neighbours.
+        """
+        ops = [(dist.isend, *message) for message in sent] + [(dist.irecv, *message) for message in got]
         messages = [
             dist.P2POp(op, t, group=self.group, group_peer=peer % self.size) for op, t, peer in ops if t.numel()
         ]

@@ -5,7 +5,8 @@
 
 A segment that a cut goes through is two, of which the second continues the first, so the layout of packed training
 carries it. Cuts are where the work is equal, not the tokens: a token costs its own products and its context's scores.
-Gathered keys and values are not kept for the backward pass, they are gathered again.
+Gathered keys and values are not kept for the backward pass, they are gathered again. Or they are never gathered: they go
+round a ring, a block at a time (models/ring_attention.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rondel.models.dense_attention import ScoreRule
 from rondel.models.key_choice import IndexedTokens, choose_in_pack
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recurrent.layout import SegmentStates, StateRule
+from rondel.models.ring_attention import RingRow
 
 if TYPE_CHECKING:
     from rondel.models.attention import LatentProjection
@@ -36,11 +38,13 @@ class ContextRanks:
     """Who shares a row, and what a token costs beside its context, in keys.
 
     spreads  all of every row lies in runs: of a model whose layers read more of a row than keys, values and states
+    ring     keys and values that are shared go round a ring in place of being gathered
     """
 
     ranks: RankGroup
     token_cost: int
     spreads: bool = False
+    ring: bool = False
 
     def deal_row(self, segments: Sequence[PackedSegment]) -> RowDealing:
         """Which segments lie whole on one rank, and which in runs: the same on all of them."""
@@ -51,7 +55,7 @@ class ContextRanks:
     ) -> PackedLayout | ContextLayout:
         """Who sees whom of this rank's tokens."""
         if dealing.shared:
-            return ContextLayout(segments, dealing, self.ranks, device)
+            return ContextLayout(segments, dealing, self.ranks, device, ring=self.ring)
         return PackedLayout(lay_segments(segments, dealing.whole[self.ranks.index]), device)
 
 
@@ -87,9 +91,16 @@ class ContextLayout:
     """
 
     def __init__(
-        self, segments: Sequence[PackedSegment], dealing: RowDealing, ranks: RankGroup, device: torch.device | str
+        self,
+        segments: Sequence[PackedSegment],
+        dealing: RowDealing,
+        ranks: RankGroup,
+        device: torch.device | str,
+        *,
+        ring: bool = False,
     ) -> None:
         self.lengths, self.ranks = dealing.lengths, ranks
+        self.ring = RingRow(segments, dealing, ranks, device) if ring else None
         whole = dealing.whole[ranks.index]
         self.first, self.run = sum(self.lengths[: ranks.index]), self.lengths[ranks.index]
         self.segments = lay_segments(segments, [*dealing.shared, *whole])
@@ -115,6 +126,9 @@ class ContextLayout:
         return shared if self.alone is None else torch.cat([shared, x[self.run :]])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        if self.ring is not None:
+            return self.ring.attend(q, k, v, rule)
+
         def attend_gathered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attend(layer, q, self.join_whole(k), self.join_whole(v), rule)
 

@@ -6,10 +6,10 @@ L the longest · P most tokens above one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ class PackedLayout:
         self.segments = segments
         self._is_tree = any(s.parent is not None or not s.causal for s in segments)
         self._is_plain = self.rows == self.total and all(s.causal for s in segments)
-        self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
+        self._made: dict[tuple[str, int], SelectRows] = {}  # by what and the number of heads
 
     @cached_property
     def _above(self) -> list[np.ndarray]:
@@ -85,7 +85,7 @@ class PackedLayout:
     def calls(self) -> list[AttentionCall]:
         return [
             AttentionCall([self.segments[i] for i in row], [self._above[i] for i in row], self.device, self.first)
-            for row in _group_segments(self.segments, self._above, self._own)
+            for row in group_segments(self.segments, self._above, self._own)
         ]
 
     @cached_property
@@ -185,44 +185,44 @@ class PackedLayout:
             for s in [self.segments[i]]
         ]
 
-    def _query_rows(self, heads: int) -> _Rows:
+    def _query_rows(self, heads: int) -> SelectRows:
         """Tokens to the calls' queries: rows of [T*heads, D]."""
         return self._cached_rows(
             "queries", heads, lambda: self._rows_of("queries", "real", heads, self.rows, self.first)
         )
 
-    def _context_rows(self, heads: int) -> _Rows:
+    def _context_rows(self, heads: int) -> SelectRows:
         """Tokens to the calls' keys."""
         return self._cached_rows("keys", heads, lambda: self._rows_of("keys", "used", heads, self.total, 0))
 
-    def _entry_rows(self, rate: int) -> _Rows:
+    def _entry_rows(self, rate: int) -> SelectRows:
         """Tokens to the compressed entries of the calls' contexts."""
 
-        def build_rows() -> _Rows:
+        def build_rows() -> SelectRows:
             ends = [call.window_ends(rate) for call in self.calls]
             places, used = (torch.cat([getattr(e, side).flatten() for e in ends]) for side in ("places", "used"))
-            return _Rows(places, used >= 0, self.total, self.device)
+            return SelectRows(places, used >= 0, self.total, self.device)
 
         return self._cached_rows("entries", rate, build_rows)
 
-    def _collect_rows(self, heads: int) -> _Rows:
+    def _collect_rows(self, heads: int) -> SelectRows:
         """The calls' queries back to tokens."""
 
-        def build_rows() -> _Rows:
+        def build_rows() -> SelectRows:
             spread = self._query_rows(heads)
             place = torch.empty(self.rows * heads, dtype=torch.int64)
             place[spread.taken] = spread.users
-            return _Rows(place, torch.ones(len(place), dtype=torch.bool), spread.length, self.device)
+            return SelectRows(place, torch.ones(len(place), dtype=torch.bool), spread.length, self.device)
 
         return self._cached_rows("back", heads, build_rows)
 
-    def _rows_of(self, places: str, real: str, heads: int, rows: int, first: int) -> _Rows:
+    def _rows_of(self, places: str, real: str, heads: int, rows: int, first: int) -> SelectRows:
         index, counts = (
             torch.cat([_by_head(getattr(call, name), heads) for call in self.calls]) for name in (places, real)
         )
-        return _Rows(index - first * heads, counts >= 0, rows * heads, self.device)
+        return SelectRows(index - first * heads, counts >= 0, rows * heads, self.device)
 
-    def _cached_rows(self, what: str, heads: int, make: Callable[[], _Rows]) -> _Rows:
+    def _cached_rows(self, what: str, heads: int, make: Callable[[], SelectRows]) -> SelectRows:
         if (what, heads) not in self._made:
             self._made[what, heads] = make()
         return self._made[what, heads]
@@ -238,7 +238,7 @@ def _by_head(places: Tensor, heads: int) -> Tensor:
     return torch.where(places[:, None, :] < 0, -1, rows).flatten()
 
 
-class _Rows:
+class SelectRows:
     """`rows(x)` selects rows of x [T,H,D]; its backward pass is made of gathers too,
     because who uses a row is known before.
 
@@ -262,29 +262,42 @@ class _Rows:
     def __call__(self, x: Tensor) -> Tensor:
         return _Select.apply(x.reshape(self.total, x.shape[-1]), self)
 
-
-class _Select(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, rows: _Rows):
-        ctx.rows = rows
-        return x.index_select(0, rows.index)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        out = grad.new_empty(ctx.rows.total, grad.shape[1])
-        for n, rows, users in ctx.rows.adjoint:
+    def sum_users(self, grad: Tensor) -> Tensor:
+        """Gradients of the taken rows [N,D] -> of all rows [T·H,D]."""
+        out = grad.new_empty(self.total, grad.shape[1])
+        for n, rows, users in self.adjoint:
             if n == 0:
                 out.index_fill_(0, rows, 0)
             else:
                 gathered = grad.index_select(0, users)
                 out.index_copy_(0, rows, gathered if n == 1 else gathered.view(len(rows), n, -1).sum(1))
-        return out, None
+        return out
+
+
+class _Select(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, rows: SelectRows):
+        ctx.rows = rows
+        return x.index_select(0, rows.index)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return ctx.rows.sum_users(grad), None
 
 
 SCORES = 1 << 20  # scores of one head that a call may have before more segments join it
 
 
-def _group_segments(segments: list[PackedSegment], above: list[np.ndarray], own: Sequence[int]) -> list[list[int]]:
+class Sized(Protocol):
+    """What has a length: a segment, or a part of one."""
+
+    @property
+    def length(self) -> int: ...
+
+
+def group_segments(
+    segments: Sequence[Sized], above: Sequence[np.ndarray] | Mapping[int, np.ndarray], own: Sequence[int]
+) -> list[list[int]]:
     """Which of the `own` segments go into one call: those of similar length under contexts of
     similar length, so that little is padded.
     """

@@ -5,8 +5,8 @@
 
 Which matrix is cut how is the family's own plan (`base_model_tp_plan` of transformers), read as words; what it says is
 done here on plain tensors, at the borders of a layer's parts and not of single matrices, so that a part enters and
-leaves once. What a part keeps whole (a norm of heads, a router, keys for fewer heads than ranks) has the gradient of
-its own share of the work on each rank, and is summed once an update (`partial`).
+leaves once. What a part keeps whole (a norm of heads, a router, keys for fewer heads than ranks, an adapter) has the
+gradient of its own share of the work on each rank, and is summed once an update (`partial`).
 
 A part whose plan cannot be followed stays whole on every rank, and computes the same on all.
 """
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rondel.core.errors import ModelError
+from rondel.models.adapter_state import FactorCut
 from rondel.models.attention import current_layout
 from rondel.models.blocks import decoder_blocks, map_hidden
 from rondel.models.collectives import RankGroup, enter_cut, gather_rows, keep_rows, leave_cut
@@ -53,6 +54,7 @@ COMMON = {
 }
 # where the plan gathers because of a `chunk` of two stacked halves, which can be cut half by half
 STACKED = {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"}
+BASE = ".base_layer"  # of an adapted layer
 # what stands beside routed experts, where a plan names only these
 BESIDE = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise", "gate_up_proj": "packed_colwise"}
 
@@ -107,6 +109,8 @@ def cut_model(
             found.partial |= every - found.cuts.keys() - {*apart}
     if not found.cuts:
         raise _uncut(model, instead)
+    if sequence and hasattr(decoder, "_deepstack_process"):
+        setattr(decoder, "_deepstack_process", functools.partial(_add_own_features, ranks, decoder._deepstack_process))  # noqa: B010
     for run in runs if sequence else ():
         run[0].register_forward_pre_hook(functools.partial(_keep_own_rows, ranks), with_kwargs=True)
         run[-1].register_forward_hook(functools.partial(_gather_all_rows, ranks))
@@ -165,12 +169,13 @@ def _planned_cuts(decoder: Any, config: Any, tp: int, apart: set[str]) -> dict[s
     shapes = {name: parameter.shape for name, parameter in decoder.named_parameters()}
     words: dict[str, str] = {}
     for name in shapes:
-        owner = name.rpartition(".")[0]
-        words[name] = _word_of(plan, name) or _word_of(plan, owner)
+        plain = name.replace(f"{BASE}.", ".")  # under an adapter, whose factors stay whole
+        owner = plain.rpartition(".")[0]
+        words[name] = _word_of(plan, plain) or _word_of(plan, owner)
     mixtures = {_part_of(name) for name, word in words.items() if word and ".experts." in name}
     for name in shapes:
         if _part_of(name) in mixtures and not words[name]:
-            words[name] = BESIDE.get(name.split(".")[-2], "")
+            words[name] = BESIDE.get(name.replace(f"{BASE}.", ".").split(".")[-2], "")
     _check_heads(config, words, tp)
     cuts: dict[str, ShardCut] = {}
     for name, word in words.items():
@@ -244,6 +249,8 @@ def cut_part(decoder: Any, part: nn.Module, cuts: dict[str, ShardCut], ranks: Ra
         with torch.no_grad():
             mine = split_shards(whole.detach(), cut, ranks.size)[ranks.index].clone()
         setattr(owner, own, nn.Parameter(mine, requires_grad=whole.requires_grad))
+        if own == "weight" and (layer := owner_name.removesuffix(BASE)) != owner_name:
+            setattr(decoder.get_submodule(layer), "factor_cut", FactorCut(cut, ranks.index, ranks.size))  # noqa: B010
         if isinstance(owner, nn.Linear) and own == "weight":
             owner.out_features, owner.in_features = mine.shape
             if cut.dim == 1 and owner.bias is not None:
@@ -274,7 +281,7 @@ def _cut_vocabulary(model: Any, found: TensorCuts) -> None:
         ):
             continue
         runs = even_runs(module.weight.shape[0], ranks.size)
-        part = VocabularyPart(sum(runs[: ranks.index]), runs[ranks.index], max(runs), ranks)
+        part = VocabularyPart(sum(runs[: ranks.index]), runs[ranks.index], max(runs), sum(runs), ranks)
         for own in ("weight", "bias"):
             whole = getattr(module, own, None)
             if isinstance(whole, nn.Parameter):
@@ -342,6 +349,19 @@ def _leave_part(found: TensorCuts, cut: bool, part: Any, args: tuple, out: Any) 
 
 def _keep_own_rows(ranks: RankGroup, block: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     return map_hidden(lambda x: keep_rows(x[0], _runs(ranks), ranks, summed=False)[None], args, kwargs)
+
+
+def _add_own_features(
+    ranks: RankGroup, add: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, mask: Tensor, features: Tensor
+) -> Tensor:
+    """What a tower adds between layers to rows [1, T] of pictures, where x [1, t, D] are this rank's; features [n, D]."""
+    runs = _runs(ranks)
+    if x.shape[1] == mask.shape[1]:  # behind the last layer of a run
+        return add(x, mask, features)
+    first = sum(runs[: ranks.index])
+    own = mask[:, first : first + runs[ranks.index]]
+    before = int(mask[:, :first].sum())
+    return add(x, own, features[before : before + int(own.sum())])
 
 
 def _gather_all_rows(ranks: RankGroup, block: Any, args: tuple, out: Any) -> Any:

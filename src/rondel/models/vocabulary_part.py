@@ -12,17 +12,25 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from rondel.models.collectives import RankGroup
+from rondel.models.collectives import RankGroup, gather_runs
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """The ids [first, first + size) of this rank; `widest`: the largest of all ranks' sizes, which are one apart at most."""
+    """The ids [first, first + size) of this rank, of `total`; `widest`: the largest of all ranks' sizes, which are one apart
+    at most.
+    """
 
     first: int
     size: int
     widest: int
+    total: int
     ranks: RankGroup
+
+    @property
+    def index(self) -> int:
+        """Which of the parts it is."""
+        return self.ranks.index
 
     def own_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Ids of the vocabulary -> rows of this rank's part, 0 where another has it, and where this one does."""
@@ -52,3 +60,8 @@ class VocabularyPart:
     def sum(self, x: Tensor) -> Tensor:
         """Over the ranks, in place."""
         return self.ranks.all_reduce(x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[C, k] of each rank -> [C, ranks·k]."""
+        n = self.ranks.size
+        return gather_runs(x, [len(x)] * n, self.ranks).view(n, *x.shape).transpose(0, 1).flatten(1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from rondel.core.mesh import Mesh
+from rondel.core.ring_blocks import ring_tokens
 from rondel.core.row_split import PRODUCTS, deal_row
 from rondel.planner.activations import activation_bytes, kept_bytes
 from rondel.planner.cost import forward_flops, recomputed_flops
@@ -42,6 +43,7 @@ class ParallelLayout:
     seconds: float  # of a step: arithmetic, bubble, traffic that is not hidden
     chunks: int = 1  # of each stage of pp
     overlap: bool = False  # rows of tp travel beside products
+    ring: bool = False  # keys and values of cp go round a ring
 
     is_supported = True  # Rondel trains in all of them
 
@@ -49,7 +51,14 @@ class ParallelLayout:
     def mesh(self) -> Mesh:
         """The same for `place.mesh`."""
         return Mesh(
-            pp=self.pp, shards=self.dp, cp=self.cp, tp=self.tp, ep=self.ep, chunks=self.chunks, overlap=self.overlap
+            pp=self.pp,
+            shards=self.dp,
+            cp=self.cp,
+            tp=self.tp,
+            ep=self.ep,
+            chunks=self.chunks,
+            overlap=self.overlap,
+            cp_attention="ring" if self.ring else "all_gather",
         )
 
     @property
@@ -98,6 +107,7 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int,
     gathered = width * 2 * layers * pp / s.layers if dp * cp > 1 else 0
     memory = state.persistent_bytes * s.parameter_count / devices + gathered + each * micro * alive / (tp * pp * cp)
 
+    ring = setting.ring and cp > 1 and s.latent is None
     inside = ringed = 0.0
     if tp > 1:
         inside += 4 * s.layers / pp * tensor_traffic(tp, mine / cp * s.hidden * width)
@@ -111,8 +121,9 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int,
             * expert_traffic(ep, mine / cp / tp * ep * s.hidden * width, s.per_token)
         )
     if cp > 1:
-        shared = shared_share(setting, cp, micro)
-        inside += 3 * context_traffic(cp, shared * mine * s.trained_kv_bytes(width) / (tp * pp))
+        held, moved = context_shares(setting, cp, micro, ring=ring)
+        inside += mine * moved * s.trained_kv_bytes() / 2 / (tp * pp)
+        memory += micro * held * s.trained_kv_bytes() / 2 / max(1, s.attention_layers) / tp
     root = s.embedding_parameters * (1 if s.tied else 2) / (tp * pp)
     over = sharded_traffic(layers, root, ranks=dp * cp, micro_batches=m * setting.updates, width=width)
     if pp > 1:
@@ -142,6 +153,7 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int,
         epochs * seconds,
         chunks,
         setting.overlap and tp > 1,
+        ring,
     )
 
 
@@ -154,9 +166,13 @@ class MeanSegment:
     parent: int | None = None
 
 
-def shared_share(setting: Workload, cp: int, tokens: float) -> float:
-    """Of a row of so many tokens over cp ranks, the share whose keys and values are gathered (core/row_split.py), where
-    all answers have the mean length.
+def context_shares(setting: Workload, cp: int, tokens: float, *, ring: bool) -> tuple[float, float]:
+    """Of a row of so many tokens over cp ranks whose answers have the mean length (core/row_split.py), for each token the
+    bytes that a rank holds of others' keys, values and their gradients, and those that come to it, by each number of a
+    key or value.
+
+    Gathered, S shared tokens lie whole on each rank, and come twice, and their gradients once. In a ring a rank has two
+    blocks of S / cp, with gradients in fp32, and they travel as far as they are seen (core/ring_blocks.py).
     """
     row: list[MeanSegment] = []
     at, prompt, answer = 0, max(1, setting.prompt), max(1, round(setting.mean))
@@ -168,4 +184,8 @@ def shared_share(setting: Workload, cp: int, tokens: float) -> float:
                 break
             row.append(MeanSegment(at, answer, above))
             at += answer
-    return deal_row(row, cp, PRODUCTS * setting.shape.hidden).shared_tokens / at
+    dealing, width = deal_row(row, cp, PRODUCTS * setting.shape.hidden), setting.width
+    shared = dealing.shared_tokens / at
+    if ring:
+        return 2 * shared / cp * (width + 4), ring_tokens(row, dealing) / at / cp * (2 * width + 4)
+    return 2 * shared * width, 3 * context_traffic(cp, shared * width)

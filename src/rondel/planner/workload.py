@@ -67,6 +67,7 @@ class Workload:
     engine_rounds  the engine alone computes in that format, with weights of its own wherever it is;
     engine_holds_codes  it keeps its linear layers so, and decodes each for a product
     megatron  the trainer's layers compute as Megatron-Core's;  overlap: rows of tp travel beside products (async TP)
+    ring      keys and values of cp go round a ring and are not gathered
     activations  where inputs of layers wait;  host_optimizer: masters, gradients and moments lie in host memory
     teachers  of the size of the largest, that lie in memory at the same time
     replays   the engine records experts and chosen keys, and the trainer repeats them
@@ -109,6 +110,7 @@ class Workload:
     recompute: str = "none"
     megatron: bool = False
     overlap: bool = False
+    ring: bool = False
     activations: str = "device"
     host_optimizer: bool = False
     optimizer: str = "adamw"
@@ -324,6 +326,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         offload=job.trainer.memory.offload,
         megatron=job.place.mesh.layers == "megatron",
         overlap=job.place.mesh.overlap,
+        ring=job.place.mesh.cp_attention == "ring",
         activations=job.trainer.memory.activations,
         host_optimizer=job.trainer.memory.optimizer == "host",
         optimizer=job.trainer.optimizer.kind,
@@ -478,6 +481,7 @@ QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, 
     "recompute": ("recompute", _parse_recompute),
     "megatron": ("megatron", _parse_bool),
     "overlap": ("overlap", _parse_bool),
+    "ring": ("ring", _parse_bool),
     "activations": ("activations", _parse_activations),
     "optimizer": ("optimizer", _parse_optimizer),
     "host_optimizer": ("host_optimizer", _parse_bool),

@@ -19,7 +19,7 @@ from rondel.models.step_head import StepHead
 from rondel.train.logprobs import collision_probability, logprob_and_entropy
 from rondel.train.pack import MicroBatchShapes, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
-from rondel.train.row_share import RowShare, own_routes, own_share
+from rondel.train.row_share import own_routes, own_share
 from rondel.train.shaped_rewards import charge_advantages, returns_of, with_shaped_rewards
 from rondel.train.step_policy import StepPolicy
 
@@ -61,7 +61,7 @@ class TokenPolicy:
         own = packed if loaded.context is None else own_share(packed, loaded.context)
 
         def compute_logprobs(head: LMHead) -> tuple[Tensor, Tensor]:
-            hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, packed.encode_images(loaded))
+            hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, own.encode_images(loaded))
             return logprob_and_entropy(
                 hidden.index_select(0, own.source),
                 own.target,
@@ -71,7 +71,7 @@ class TokenPolicy:
             )
 
         logprobs, entropy = loaded.run_with_head(compute_logprobs)
-        join_flips(own, tape)
+        own.join_flips(tape)
         return own.join_targets(logprobs), own.join_targets(entropy)
 
     def score_prompt(self, tokens: Sequence[int]) -> list[float]:
@@ -101,13 +101,6 @@ def policy_of(loaded: LoadedModel) -> Policy:
     return StepPolicy(loaded) if isinstance(loaded.head, StepHead) else TokenPolicy(loaded)
 
 
-def join_flips(own: PackedBatch | RowShare, tape: RoutingTape | None) -> None:
-    """Of a row that ranks share: each rank's tape gets the routes of its own part of it."""
-    if tape is not None and tape.routes is not None and not isinstance(own, PackedBatch):
-        tape.flips = [own.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
-        tape.margins = [own.join_rows(m_t) if len(m_t) else m_t for m_t in tape.margins]
-
-
 def forward(
     loaded: LoadedModel,
     packed: PackedBatch,
@@ -130,11 +123,11 @@ def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | 
 
     def compute_states(head: LMHead) -> Tensor:
         assert loaded.stage is not None
-        seen = packed.encode_images(loaded)
+        seen = own.encode_images(loaded)
         return loaded.stage.send_forward(loaded.hidden_states(own.tokens, own.positions, own.layout, tape, seen))
 
     sent: Tensor = loaded.run_with_head(compute_states)
-    join_flips(own, tape)
+    own.join_flips(tape)
     return sent
 
 
@@ -209,13 +202,13 @@ def annotate_collisions(
         own: Any = packed if loaded.context is None else own_share(packed, loaded.context)
 
         def compute_collisions(head: LMHead, own: Any = own, tape: Any = tape, packed: Any = packed) -> Tensor:
-            hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, packed.encode_images(loaded))
+            hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, own.encode_images(loaded))
             return collision_probability(
                 hidden.index_select(0, own.source), head, temperature=temperature, kept=own.kept
             )
 
         found = own.join_targets(loaded.run_with_head(compute_collisions))
-        join_flips(own, tape)
+        own.join_flips(tape)
         if not packed.idle:
             done += packed.samples
             batch.write_tokens(packed.samples, collision=found)

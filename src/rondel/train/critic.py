@@ -84,7 +84,7 @@ class Critic:
                 assert isinstance(packed.steps, PackedSteps), "samples without the steps that this model draws"
                 return self._values_of(head.states(packed.steps))
             hidden = self.loaded.hidden_states(
-                own.tokens, own.positions, own.layout, seen=packed.encode_images(self.loaded)
+                own.tokens, own.positions, own.layout, seen=own.encode_images(self.loaded)
             )
             return self._values_of(hidden.index_select(0, own.source))
 

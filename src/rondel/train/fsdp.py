@@ -5,7 +5,7 @@ compute  bf16 (the model's dtype), whole, from the gathering before a layer's pa
 gradient bf16 in the pass, summed over the ranks in fp32: summed and not averaged, since
 every weight of the loss is global already
 adapter  fp32, whole on every rank: 1-2 % of the numbers. The base under it lies in shards
-         of its own dtype, and has no gradient
+         of its own dtype, cut by tp, too, and has no gradient
 4 bits   whole on every rank: bytes are not cast, and cost a quarter of what sharding would gather
 """
 
@@ -15,7 +15,7 @@ import datetime
 import os
 import traceback
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -28,11 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from rondel.core.errors import ConfigError, StalledError
+from rondel.core.errors import ConfigError, ModelError, StalledError
 from rondel.core.mesh import Mesh
 from rondel.core.row_split import PRODUCTS
 from rondel.core.tensor_parts import TensorPart
 from rondel.models import linear, names, vision
+from rondel.models.adapter_state import randomized_adapter
 from rondel.models.blocks import model_blocks
 from rondel.models.collectives import RankGroup, gather_runs
 from rondel.models.context_parallel import ContextRanks
@@ -138,7 +139,8 @@ class FsdpRank(SingleRank):
             cut = self.tensor is not None or self.experts is not None or self.link is not None
             # a critic says one number and no logprobs, and what is not here yet says none
             if cut and len(loaded.head.weight) > 1 and loaded.weights is None:
-                expected = logprobs_of(loaded, probe)
+                with randomized_adapter(loaded.adapter):
+                    expected = logprobs_of(loaded, probe)
             self._shard_model(loaded)
         cuts, stage = self._cuts.get(model), self._stages.get(model)
         head = replace(loaded.head.of_copy(model), part=cuts.vocabulary if cuts else None)
@@ -158,7 +160,8 @@ class FsdpRank(SingleRank):
         context = None
         if self.context is not None:
             spreads = loaded.compressed or loaded.indexers > 0
-            context = ContextRanks(self.context, PRODUCTS * head.weight.shape[1], spreads)
+            ring = self.mesh.cp_attention == "ring"
+            context = ContextRanks(self.context, PRODUCTS * head.weight.shape[1], spreads, ring)
         held = replace(
             loaded,
             model=model,
@@ -170,7 +173,8 @@ class FsdpRank(SingleRank):
             weights=None,
         )
         if expected or (stage is not None and len(head.weight) > 1):
-            check_cut(held, self.mesh, probe, expected, PARITY[dtype], logprobs_of, self.all_gather_object)
+            with randomized_adapter(held.adapter):
+                check_cut(held, self.mesh, probe, expected, PARITY[dtype], logprobs_of, self.all_gather_object)
         return held
 
     def _shard_steps(self, loaded: LoadedModel) -> LoadedModel:
@@ -185,6 +189,10 @@ class FsdpRank(SingleRank):
                 f"place.mesh = {mesh}: of a {model.config.model_type} the rows between the parts of a layer lie whole on "
                 "every rank; leave overlap out"
             )
+        if mesh.cp_attention == "ring":
+            raise ConfigError(
+                f"place.mesh = {mesh}: keys and values of a {model.config.model_type} are gathered; leave cp_attention out"
+            )
         head = loaded.head.shared_by(self.context)
         if not isinstance(model, FSDPModule):
             self._shard_model(loaded)
@@ -197,6 +205,9 @@ class FsdpRank(SingleRank):
     def _shard_model(self, loaded: LoadedModel) -> None:
         model, dtype = loaded.model, loaded.dtype
         linear.unpack_linears(model)
+        with suppress(ModelError) if self.tensor is None and self.experts is None else nullcontext():
+            # of whole tensors, in the family's own classes: FSDP makes others of them
+            names.checkpoint_pieces(model)
         rounded = rounded_parameters(model)
         layers: StageLayers | None = None
         if loaded.adapter is not None:
@@ -225,7 +236,6 @@ class FsdpRank(SingleRank):
                     parameter.data = spread_within_rounding(name, parameter)
             model.float()
         if self.tensor is not None:
-            names.checkpoint_pieces(model)  # of whole tensors, asked for before they are cut
             if isinstance(loaded.head, StepHead):
                 self._cuts[model] = loaded.head.cut_over(self.tensor)
             else:
@@ -235,7 +245,6 @@ class FsdpRank(SingleRank):
                     model, self.tensor, sequence=self.mesh.sp, overlap=self.mesh.overlap, runs=own, apart=apart
                 )
         if self.experts is not None:
-            names.checkpoint_pieces(model)
             self._expert_cuts[model] = cut_experts(model, self.experts, self.tensor)
         eye = set(vision.vision_tower(model).modules()) if loaded.sight is not None else set()
         # whole on every rank, and frozen: no rank waits in a tower that another has no picture for
@@ -310,7 +319,7 @@ class FsdpRank(SingleRank):
         )  # equal norms move it on all ranks
         if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad):
             return ShardedWeights(model, self.shard_group, self._cuts.get(model), experts=experts, stage=stage, **how)
-        return ReplicatedWeights(model, self._stage_group(), stage=stage, **how)
+        return ReplicatedWeights(model, self._stage_group(), self._cuts.get(model), stage=stage, **how)
 
     def _stage_group(self) -> Any:
         """The ranks that have the same layers; all of them ask."""

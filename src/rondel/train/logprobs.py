@@ -79,7 +79,6 @@ class _Chunked(torch.autograd.Function):
             taught = taught.of_vocabulary(part, UnpackedLinear())
         ctx.head, ctx.temperature, ctx.kept, ctx.taught, ctx.apart_by = head, temperature, kept, taught, apart_by
         ctx.top_ids = top_ids
-        assert top_ids is None or part is None, "the likeliest tokens of a draw need the whole vocabulary on one rank"
         logprobs, entropies, apart, tops = [], [], [], []
         chunks = _row_chunks(hidden, head)
         keeps = len(chunks) == 1 and head.softcap is None and any(ctx.needs_input_grad)
@@ -111,11 +110,11 @@ class _Chunked(torch.autograd.Function):
             logprob, shifted, e, total = (part.select_logprobs if part else select_logprobs)(z, target[rows])
             logprobs.append(logprob)
             if top_ids is not None:
-                tops.append(shifted.gather(-1, top_ids[rows]) - total.log())
+                tops.append(_columns_of(shifted, top_ids[rows], part) - total.log())
             mean = shifted.mul_(e).sum(-1, keepdim=True)
             entropies.append((total.log() - (part.sum(mean) if part else mean) / total)[:, 0])
             if taught is not None and not apart_by.is_reverse_kl:
-                apart.append(_divergence(apart_by, e / total, taught.log_q(rows), part)[0])
+                apart.append(apart_by(e / total, taught.log_q(rows), part)[0])
             elif taught is not None:
                 mean = taught.log_q(rows).mul_(e).sum(-1, keepdim=True)
                 apart.append(-entropies[-1] - ((part.sum(mean) if part else mean) / total)[:, 0])
@@ -194,7 +193,7 @@ class _Chunked(torch.autograd.Function):
             pull: Tensor | None = None
             if ctx.taught is not None and grad_kl is not None and not ctx.apart_by.is_reverse_kl:
                 log_q = ctx.taught.log_q(rows)
-                pull = _divergence(ctx.apart_by, p, log_q, head.part)[1].mul_(grad_kl[rows, None])
+                pull = ctx.apart_by(p, log_q, head.part)[1].mul_(grad_kl[rows, None])
             elif ctx.taught is not None and grad_kl is not None:
                 pull = (
                     p.clamp_min(1e-38)
@@ -216,7 +215,11 @@ class _Chunked(torch.autograd.Function):
                 share = share * mine
             grad.scatter_add_(-1, column[:, None], share[:, None])
             if grad_top is not None:
-                grad.scatter_add_(-1, ctx.top_ids[rows], grad_top[rows])
+                columns, share = ctx.top_ids[rows], grad_top[rows]
+                if head.part is not None:
+                    columns, mine = head.part.own_ids(columns)
+                    share = share * mine
+                grad.scatter_add_(-1, columns, share)
             if pull is not None:
                 grad += pull
             if temperature != 1.0:
@@ -361,10 +364,12 @@ def logprob_and_best(hidden: Tensor, target: Tensor, head: LMHead, *, temperatur
     return _cat_pieces(own, hidden), _cat_pieces(best, hidden)
 
 
-def _divergence(apart_by: Divergence, p: Tensor, log_q: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
-    """[C], and the pull on each of the columns that are here."""
-    assert part is None or not apart_by.top, "the likeliest tokens need the whole vocabulary on one rank"
-    return apart_by(p, log_q) if part is None else apart_by(p, log_q, part.sum)
+def _columns_of(z: Tensor, ids: Tensor, part: VocabularyPart | None) -> Tensor:
+    """Of [C, V] those of ids [C, K], wherever they lie."""
+    if part is None:
+        return z.gather(-1, ids)
+    local, mine = part.own_ids(ids)
+    return part.sum(z.gather(-1, local) * mine)
 
 
 def _log_probabilities(z: Tensor, terms: LogprobTerms, temperature: float) -> Tensor:

@@ -20,10 +20,17 @@ def refuse_mesh(loaded: LoadedModel, mesh: Mesh) -> None:
     """What a model cannot do yet where several ranks compute one sample."""
     if mesh.tp * mesh.cp * mesh.ep * mesh.pp == 1:
         return
+    if mesh.cp_attention == "ring" and (reads := _unlike_keys(loaded)):
+        raise ConfigError(
+            f"place.mesh = {mesh}: {reads} cannot go round a ring. Leave cp_attention out: they are gathered, in each layer"
+        )
     for found, what in (
-        (mesh.tp > 1 and loaded.adapter is not None, "an adapter cannot be cut by tp"),
-        (mesh.ep > 1 and loaded.adapter is not None, "experts under an adapter cannot lie apart"),
-        (mesh.tp * mesh.cp > 1 and loaded.sight is not None, "a model with images needs whole rows and matrices"),
+        (mesh.overlap and loaded.adapter is not None, "rows of layers with an adapter do not travel beside products"),
+        (mesh.tp > 1 and loaded.in_four_bits, "a base in 4 bits cannot be cut by tp"),
+        (
+            mesh.cp > 1 and loaded.sight is not None and loaded.sight.mutual,
+            "tokens of an image see those behind them, which ranks that share a row do not have",
+        ),
         (
             mesh.tp * mesh.cp * mesh.ep > 1 and loaded.aligned,
             'numerics = "aligned" is proved for whole rows and matrices',
@@ -35,6 +42,16 @@ def refuse_mesh(loaded: LoadedModel, mesh: Mesh) -> None:
     ):
         if found:
             raise ConfigError(f"place.mesh = {mesh}: {what}. Use shards or replicas instead")
+
+
+def _unlike_keys(loaded: LoadedModel) -> str:
+    """What the attention of a model reads of a row in place of keys and values."""
+    if loaded.compressed:
+        return "compressed entries of windows"
+    if loaded.indexers:
+        return "keys that an indexer chooses"
+    latents = any(hasattr(module, "up_projection") for module in loaded.model.modules())
+    return "latents, which are smaller than the keys made of them," if latents else ""
 
 
 @contextmanager

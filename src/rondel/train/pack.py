@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rondel.core.drawn_steps import DrawnSteps
     from rondel.core.unmasking_steps import UnmaskedAnswers, UnmaskingSteps
     from rondel.models.loaded_model import LoadedModel
+    from rondel.models.routing_tape import RoutingTape
     from rondel.train.settings import TrainSettings
 
 
@@ -367,6 +368,9 @@ class PackedBatch:
         """
         return values_M
 
+    def join_flips(self, tape: RoutingTape | None) -> None:
+        """The same of what a pass has put on its tape."""
+
     @property
     def token_count(self) -> int:
         """Tokens of the samples in the row."""
@@ -374,15 +378,7 @@ class PackedBatch:
 
     def encode_images(self, loaded: LoadedModel) -> VisionFeatures | None:
         """What this model sees there."""
-        return (
-            None
-            if self.looks is None
-            else VisionFeatures(
-                self.looks.rows,
-                loaded.encode_images(self.looks.images).select_rows(self.looks.cells),
-                self.looks.numbers,
-            )
-        )
+        return None if self.looks is None else self.looks.encode(loaded)
 
 
 @dataclass(slots=True)
@@ -395,6 +391,24 @@ class ImageLookups:
     rows: Tensor  # [n] ascending
     cells: Tensor  # [n]
     numbers: Tensor  # [n] of the image and its place
+
+    def encode(self, loaded: LoadedModel) -> VisionFeatures:
+        """What this model sees in the cells."""
+        return VisionFeatures(self.rows, loaded.encode_images(self.images).select_rows(self.cells), self.numbers)
+
+    def of_rows(self, place_T: Tensor) -> ImageLookups | None:
+        """Of some of the packed rows, by the new place of each, -1 of the others; with the images alone that these see."""
+        at = place_T[self.rows]
+        mine = (at >= 0).nonzero()[:, 0]
+        if not len(mine):
+            return None
+        mine = mine[at[mine].argsort()]
+        sizes = torch.tensor([image.tokens for image in self.images], device=at.device)
+        which = torch.searchsorted(sizes.cumsum(0), self.cells[mine], right=True)
+        seen = torch.zeros_like(sizes).index_fill_(0, which, 1)
+        moved = (sizes * (1 - seen)).cumsum(0)  # cells of the images before it that go
+        images = [image for image, stays in zip(self.images, seen.tolist()) if stays]
+        return ImageLookups(images, at[mine], self.cells[mine] - moved[which], self.numbers[mine])
 
 
 class MicroBatchShapes(Protocol):

@@ -23,18 +23,32 @@ class ReplicatedWeights(MasterWeights):
     """What lies whole on every rank: an adapter, and the head of a critic that has one. Equal sums move equal bits."""
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, *, stage: PipelineStage | None = None, **how: Any
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        cuts: TensorCuts | None = None,
+        *,
+        stage: PipelineStage | None = None,
+        **how: Any,
     ) -> None:
         """`group`: who sums. `stage`: whose layers these are, of a pipeline."""
         self.group, self.stage, self._summed = group, stage, False
         super().__init__(model, **how)
+        # whose gradient is whole on each of the tp ranks: the first one's counts
+        whole = {id(p) for name, p in model.named_parameters() if cuts is not None and name not in cuts.partial}
+        self._repeated = [cuts is not None and cuts.ranks.index > 0 and id(p) in whole for p in self.compute]
         if stage is not None:
             self.share = stage.share_of(sum(m.numel() for m in self.masters))
 
     def gradient_norm(self) -> Tensor:
-        """Each rank has the gradient of its own tokens until it is asked; then all have the sum."""
+        """Each rank has the gradient of its own tokens, and of its part of each matrix, until it is asked; then all have
+        the sum.
+        """
         grads = [m.grad for m in self.masters if m.grad is not None]
         if grads and not self._summed:
+            for master, repeated in zip(self.masters, self._repeated):
+                if repeated and master.grad is not None:
+                    master.grad.zero_()
             _all_reduce_together(grads, self.group)
             self._summed = True
         norm = super().gradient_norm()

@@ -4,6 +4,7 @@ likeliest tokens or over the steps of a flow, and what is kept of a pass beside 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from rondel.train.logprobs import (
 )
 from rondel.train.pack import MicroBatchShapes, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
+from rondel.train.row_share import RowShare, own_share
 from rondel.train.step_policy import steps_of
 from rondel.train.teacher_distributions import TeacherDistribution
 
@@ -36,13 +38,30 @@ def forward_with_top(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logprob [M], entropy [M]) as `forward` has them, of the distributions that were drawn from, and the log-probabilities of `top_ids` [M, K]."""
 
-    def compute_logprobs(head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = loaded.hidden_states(
-            packed.tokens, packed.positions, packed.layout, tape, packed.encode_images(loaded)
-        ).index_select(0, packed.source)
-        return logprob_entropy_and_top(hidden, packed.target, head, top_ids, temperature=temperature, kept=packed.kept)
+    def compute_logprobs(own: PackedBatch | RowShare, hidden: Tensor, head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
+        ids = top_ids[own.own] if isinstance(own, RowShare) else top_ids
+        return logprob_entropy_and_top(hidden, own.target, head, ids, temperature=temperature, kept=own.kept)
 
-    return loaded.run_with_head(compute_logprobs)
+    return _forward_own(loaded, packed, tape, compute_logprobs)
+
+
+def _forward_own(
+    loaded: LoadedModel,
+    packed: PackedBatch,
+    tape: RoutingTape | None,
+    compute: Callable[[PackedBatch | RowShare, Tensor, LMHead], tuple[Tensor, Tensor, Tensor]],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `compute` makes of the hidden states before each target: of ranks that share the row each has its own."""
+    own = packed if loaded.context is None else own_share(packed, loaded.context)
+
+    def compute_own(head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
+        seen = own.encode_images(loaded)
+        hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, tape, seen)
+        return compute(own, hidden.index_select(0, own.source), head)
+
+    logprobs, entropy, more = loaded.run_with_head(compute_own)
+    own.join_flips(tape)
+    return own.join_targets(logprobs), own.join_targets(entropy), own.join_targets(more)
 
 
 def forward_with_reference(loaded: LoadedModel, packed: PackedBatch, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,13 +86,11 @@ def forward_taught(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, and how far the whole distribution is from that of the teachers [M]."""
 
-    def compute_logprobs_and_kl(head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = loaded.hidden_states(
-            packed.tokens, packed.positions, packed.layout, tape, packed.encode_images(loaded)
-        ).index_select(0, packed.source)
-        return logprob_entropy_and_kl(hidden, packed.target, head, taught, temperature=temperature, apart_by=apart_by)
+    def compute_logprobs(own: PackedBatch | RowShare, hidden: Tensor, head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
+        said = taught.of_targets(own.own) if isinstance(own, RowShare) else taught
+        return logprob_entropy_and_kl(hidden, own.target, head, said, temperature=temperature, apart_by=apart_by)
 
-    return loaded.run_with_head(compute_logprobs_and_kl)
+    return _forward_own(loaded, packed, tape, compute_logprobs)
 
 
 @torch.no_grad()

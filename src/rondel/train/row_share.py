@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rondel.core.errors import TrainError
 from rondel.models.collectives import RankGroup, gather_rows
 
 if TYPE_CHECKING:
     from rondel.core.row_split import RowDealing
     from rondel.models.context_parallel import ContextLayout, ContextRanks
+    from rondel.models.image_features import VisionFeatures
     from rondel.models.loaded_model import LoadedModel
     from rondel.models.packed_layout import PackedLayout, PackedSegment
-    from rondel.train.pack import PackedBatch
+    from rondel.models.routing_tape import RoutingTape
+    from rondel.train.pack import ImageLookups, PackedBatch
     from rondel.train.sampling_mask import SupportMask
 
 
@@ -30,6 +31,7 @@ class RowShare:
     """`tokens`, `positions` [t] of this rank's part, `source` [m] in it, `target` [m]: what a PackedBatch has of the whole
     row.
 
+    own      [m] which of the row's M targets these are
     lengths  tokens of each rank's part
     counts   how many targets each rank has
     place    [M] where a target lies among those of all ranks, one rank's behind the other's
@@ -40,8 +42,10 @@ class RowShare:
     positions: Tensor
     source: Tensor
     target: Tensor
+    own: Tensor
     layout: PackedLayout | ContextLayout
     kept: SupportMask | None
+    looks: ImageLookups | None
     ranks: RankGroup
     lengths: list[int]
     counts: list[int]
@@ -52,19 +56,25 @@ class RowShare:
         """Of the own targets -> of all [M], on every rank; the gradient of its own goes back to each."""
         return gather_rows(values_m, self.counts, self.ranks, summed=False).index_select(0, self.place)
 
+    def encode_images(self, loaded: LoadedModel) -> VisionFeatures | None:
+        """What this model sees in the own tokens; the pictures of others' are encoded by these."""
+        return None if self.looks is None else self.looks.encode(loaded)
+
     def join_rows(self, values_t: Tensor) -> Tensor:
         """Of the own tokens -> of the whole row [T]."""
         if self.order is None:
             return values_t
         return gather_rows(values_t, self.lengths, self.ranks, summed=False).index_select(0, self.order)
 
+    def join_flips(self, tape: RoutingTape | None) -> None:
+        """What each rank's tape has of its own tokens becomes that of the whole row."""
+        if tape is not None and tape.routes is not None:
+            tape.flips = [self.join_rows(flips_t) if i in tape.own else flips_t for i, flips_t in enumerate(tape.flips)]
+            tape.margins = [self.join_rows(m_t) if len(m_t) else m_t for m_t in tape.margins]
+
 
 def own_share(packed: PackedBatch, context: ContextRanks) -> RowShare:
     """This rank's part of a micro-batch."""
-    if packed.looks is not None:
-        raise TrainError(
-            "a row with images cannot be shared by several ranks yet: use place.mesh without cp for a model that looks"
-        )
     segments, device = packed.layout.segments, packed.source.device
     dealing = context.deal_row(segments)
     parts = _rank_rows(segments, dealing)
@@ -84,14 +94,23 @@ def own_share(packed: PackedBatch, context: ContextRanks) -> RowShare:
         packed.positions[..., rows],
         place.to(device)[packed.source[mine]],
         packed.target[mine],
+        mine,
         layout,
         None if packed.kept is None else packed.kept.of_tokens(mine),
+        None if packed.looks is None else packed.looks.of_rows(_places_among(rows, sum(lengths))),
         context.ranks,
         lengths,
         owner_M.bincount(minlength=len(lengths)).tolist(),
         owner_M.argsort(stable=True).argsort(),
         order,
     )
+
+
+def _places_among(rows: Tensor, total: int) -> Tensor:
+    """[total] the place of each token of the row among these rows, -1 of the others."""
+    places = torch.full((total,), -1, dtype=torch.int64, device=rows.device)
+    places[rows] = torch.arange(len(rows), device=rows.device)
+    return places
 
 
 def own_routes(loaded: LoadedModel, packed: PackedBatch) -> Tensor:

@@ -50,6 +50,16 @@ class TeacherDistribution:
             opinions.append(replace(mine, head=head))
         return replace(self, opinions=opinions, part=part)
 
+    def of_targets(self, own: Tensor) -> TeacherDistribution:
+        """Of these [m] of the micro-batch's tokens, in rising order."""
+        opinions = []
+        for mine in self.opinions:
+            at = torch.searchsorted(own, mine.at)
+            here = own.index_select(0, at.clamp_max(max(0, len(own) - 1))) == mine.at if len(own) else at < 0
+            told = (x[here] for x in (mine.hidden, at, mine.weight))
+            opinions.append(TeacherOpinion(mine.head, *told))
+        return replace(self, opinions=opinions)
+
     def log_q(self, rows: slice) -> Tensor:
         told: Tensor | None = None
         for mine in self.opinions:

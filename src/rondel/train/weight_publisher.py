@@ -83,15 +83,18 @@ class RankPublisher(WeightPublisher):
 
     def _gather_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The ranks that do not lead give their shards at once."""
+        # asked on every rank: what is gathered of the model goes, and the next pass gathers it on all of them
+        own = {name: part.numel for name, part in self.ranks.weight_parts(self.loaded.model).items()}
         tensors = super()._gather_tensors()
         if self.ranks.is_leader:
-            return self._count_gathered(tensors)
+            return self._count_gathered(tensors, own)
         for _ in tensors:
             pass
         return tensors
 
-    def _count_gathered(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        own = {name: part.numel for name, part in self.ranks.weight_parts(self.loaded.model).items()}
+    def _count_gathered(
+        self, tensors: Iterator[tuple[str, Tensor]], own: dict[str, int]
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
             self.gathered += (tensor.numel() - own.get(name, 0)) * tensor.element_size()
             yield name, tensor

@@ -42,6 +42,11 @@ class MeshConfig(SettingsTable):
         "not yet run on GPUs",
     )
 
+    cp_attention: Literal["all_gather", "ring"] = Field(
+        "all_gather",
+        description="with cp, keys and values of shared tokens are gathered in each layer, or go round a ring of the ranks, "
+        "each of which holds two blocks of them at a time (ring attention); not yet run on GPUs",
+    )
     layers: Literal["transformers", "megatron"] = Field(
         "transformers",
         description="whose code computes the trainer's layers: that of transformers, as in the engine, or Megatron-Core's, "
@@ -77,6 +82,7 @@ class MeshConfig(SettingsTable):
             chunks=self.chunks,
             sp=self.sp,
             overlap=self.overlap,
+            cp_attention=self.cp_attention,
             prefetch=self.prefetch,
             reduce=self.reduce,
             reshard=self.reshard,
