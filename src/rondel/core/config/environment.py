@@ -239,22 +239,28 @@ class ControlConfig(BaseModel):
         "each number of one; each action is a turn",
     )
     bins: int = Field(8, ge=2, description='with actions = "tokens": bins of each number of an action')
-    frames: bool = Field(False, description='with actions = "tokens": pictures that the world renders are shown')
+    frames: bool = Field(
+        False, description="pictures that the world renders are shown, to a vision-language model or a flow_vla"
+    )
     pixels: int = Field(56, ge=1, description="of a side of such a picture, at most; each is the mean of several")
     suffix: str = Field("", description='with actions = "tokens": appended to every observation')
+    instruction: str = Field("", description="what a flow_vla is told in words, beside every picture")
     expert: str = Field(
         "",
-        description='with actions = "tokens": a controller whose episodes loop.warmup shows: "cartpole", or "module:name", '
-        "a function from an observation to an action",
+        description='a controller whose episodes loop.warmup shows to what writes tokens or draws chunks: "cartpole", or '
+        '"module:name", a function from an observation to an action',
     )
 
     @model_validator(mode="after")
     def _check_tokens(self) -> ControlConfig:
-        told = self.model_fields_set & {"bins", "frames", "pixels", "suffix", "expert"}
-        if self.actions == "arrays" and told:
-            raise ValueError(f'{sorted(told)[0]} is of actions = "tokens"; set that, or leave it out')
-        if self.actions == "tokens" and "threads" in self.model_fields_set:
-            raise ValueError('threads is of actions = "arrays"; worlds of tokens run on threads; leave it out')
+        told = self.model_fields_set
+        if self.actions == "arrays" and (odd := told & {"bins", "suffix"}):
+            raise ValueError(f'{sorted(odd)[0]} is of actions = "tokens"; set that, or leave it out')
+        if self.actions == "tokens" and (odd := told & {"threads", "instruction"}):
+            raise ValueError(
+                f'{sorted(odd)[0]} is of actions = "arrays"; worlds of tokens run on threads and write what they show, '
+                "with `suffix`; leave it out"
+            )
         if self.actions == "tokens" and self.model is not None:
             raise ValueError('model imagines arrays, and actions = "tokens"; leave one of them out')
         if "pixels" in told and not self.frames:

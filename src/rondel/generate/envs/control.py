@@ -21,6 +21,7 @@ from typing import Any
 from rondel.core.errors import DataError
 from rondel.core.protocols import Chat
 from rondel.core.types import Request, Task, Trajectory
+from rondel.generate.envs.frame_worlds import open_frame_world
 from rondel.generate.envs.imagination import Imagination
 from rondel.generate.envs.stepped_episode import GIVEN, SteppedEpisode
 from rondel.generate.envs.tools import on_a_thread
@@ -31,38 +32,61 @@ class Control:
     """`Control(turns=1000)`; which world and which seed is the task's. The score is the sum of its rewards, each earned
     at its action.
 
-    model    what is imagined beside an episode that is trained; None: nothing
-    threads  each verb of a world runs on a thread of its own, away from the event loop
+    model        what is imagined beside an episode that is trained; None: nothing
+    threads      each verb of a world runs on a thread of its own, away from the event loop
+    pixels       it shows what it renders, at most so many pixels a side; None: its observation
+    instruction  what the policy is told in words, before its first observation; "": nothing
     """
 
     scores_itself = True
 
-    def __init__(self, *, turns: int = 1000, model: Imagination | None = None, threads: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        turns: int = 1000,
+        model: Imagination | None = None,
+        threads: bool = False,
+        pixels: int | None = None,
+        instruction: str = "",
+    ) -> None:
         self.turns, self.model, self.threads = turns, model, threads
+        self.pixels, self.instruction = pixels, instruction
         self.idle: dict[str, list[tuple[Any, WorldSpaces]]] = {}  # worlds between two episodes: making one is slow
 
     async def run(self, task: Task, chat: Chat) -> list[Trajectory]:
-        if "world" not in task.data:
-            raise DataError(f"task {task.id} names no world: task.data.kind = 'gym' brings them")
-        key = f"{task.data['world']} {task.data.get('args')}"
-        kept = self.idle.setdefault(key, [])
-        if kept:
-            world, spaces = kept.pop()
-        else:
-            world, spaces = await self._call(open_world, task.data["world"], dict(task.data.get("args") or {}))
+        kept = self.idle_worlds(task)
+        world, spaces = kept.pop() if kept else await self._call(self.open_world, task)
         played = await self._play(task, chat, world, spaces)
         kept.append((world, spaces))  # one that broke is never played again
         beside = [] if self.model is None else await self.model.imagine(played, chat, spaces)
         return [played.finish(), *beside]
 
+    def idle_worlds(self, task: Task) -> list[tuple[Any, WorldSpaces]]:
+        if "world" not in task.data:
+            raise DataError(f"task {task.id} names no world: task.data.kind = 'gym' brings them")
+        return self.idle.setdefault(f"{task.data['world']} {task.data.get('args')}", [])
+
+    def open_world(self, task: Task) -> tuple[Any, WorldSpaces]:
+        name, args = task.data["world"], dict(task.data.get("args") or {})
+        return open_world(name, args) if self.pixels is None else open_frame_world(name, args, self.pixels)
+
+    def instruct(self, chat: Any) -> list[int]:
+        """What a policy reads before every observation."""
+        if self.instruction:
+            chat.give([{"role": "user", "content": self.instruction}])
+        else:
+            chat.trajectory.extend([GIVEN])
+        return list(chat.trajectory.tokens)
+
     async def _play(self, task: Task, chat: Any, world: Any, spaces: WorldSpaces) -> SteppedEpisode:
-        name, played = task.data["world"], SteppedEpisode(chat.trajectory, spaces.observed)
+        name, told = task.data["world"], self.instruct(chat)
+        played = SteppedEpisode(chat.trajectory, spaces.observed)
         sampling = replace(chat.sampling, max_tokens=1, min_tokens=0)
         shown, _ = await self._call(call_world, name, world.reset, seed=task.data["seed"])
         last = spaces.flatten(shown)
         while not played.ended:
             request = Request(
-                [GIVEN], sampling, key=chat.key(len(played)), policy=played.trajectory.policy, observation=last
+                told, sampling, key=chat.key(len(played)), policy=played.trajectory.policy, observation=last
             )
             done = await chat.generate(request)
             if done.actions is None:
