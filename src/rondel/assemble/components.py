@@ -173,6 +173,8 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     refuse_unplayed(job, env)
     shown = shown_of(job, tasks, rows_beside(job))
     with ExitStack() as ends:
+        if isinstance(env, Control):
+            ends.callback(env.close)
         reward, calls = job.task.reward_spec, job.task.reward_calls
         pool = RewardPool(reward, workers=calls.workers, timeout=calls.timeout, folder=folder, lends=LENDS)
         ends.callback(pool.close)
@@ -301,8 +303,8 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
         return Gym(**settings, open=tokens)
     if found is Control:
         model = None if own.model is None else Imagination(**own.model.model_dump())
-        settings = {"turns": own.turns, "model": model, "threads": own.threads, "instruction": own.instruction}
-        settings["pixels"] = own.pixels if own.frames else None
+        settings = {name: getattr(own, name) for name in ("turns", "threads", "processes", "instruction")}
+        settings |= {"model": model, "pixels": own.pixels if own.frames else None}
         if own.expert:
             size = chunk_sizes(job.model.path)
             return DemonstratedControl(find_registered("expert", own.expert, EXPERTS), **size, **settings)

@@ -233,6 +233,12 @@ class ControlConfig(BaseModel):
         description="each verb of the world runs on a thread: for worlds that take milliseconds and let other threads run "
         'meanwhile; with actions = "tokens" they always do',
     )
+    processes: int = Field(
+        0,
+        ge=0,
+        description="the worlds are shared out among so many processes beside the run: for worlds that take milliseconds of "
+        "Python; 0: they step in the run's own",
+    )
     actions: Literal["arrays", "tokens"] = Field(
         "arrays",
         description='"tokens": a model of text, or of text and pictures, writes the number of an action, or of the bin of '
@@ -256,11 +262,13 @@ class ControlConfig(BaseModel):
         told = self.model_fields_set
         if self.actions == "arrays" and (odd := told & {"bins", "suffix"}):
             raise ValueError(f'{sorted(odd)[0]} is of actions = "tokens"; set that, or leave it out')
-        if self.actions == "tokens" and (odd := told & {"threads", "instruction"}):
+        if self.actions == "tokens" and (odd := told & {"threads", "processes", "instruction"}):
             raise ValueError(
                 f'{sorted(odd)[0]} is of actions = "arrays"; worlds of tokens run on threads and write what they show, '
                 "with `suffix`; leave it out"
             )
+        if self.threads and self.processes:
+            raise ValueError("processes beside threads: a world steps in one or the other; leave one of them out")
         if self.actions == "tokens" and self.model is not None:
             raise ValueError('model imagines arrays, and actions = "tokens"; leave one of them out')
         if "pixels" in told and not self.frames:

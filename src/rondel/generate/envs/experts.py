@@ -14,9 +14,10 @@ import numpy as np
 
 from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.types import Completion, Task, Trajectory
-from rondel.generate.envs.control import Control, take_actions
+from rondel.generate.envs.control import Control
 from rondel.generate.envs.frame_worlds import FrameWorld
 from rondel.generate.envs.gym import Gym
+from rondel.generate.envs.hosted_world import HostedWorld, take_actions
 from rondel.generate.envs.stepped_episode import SteppedEpisode
 from rondel.generate.envs.token_worlds import TokenWorlds
 from rondel.generate.envs.worlds import call_world
@@ -73,15 +74,18 @@ class DemonstratedControl(Control):
     def __init__(self, expert: Expert, *, chunk: int, denoising_steps: int, **settings: Any) -> None:
         super().__init__(**settings)
         self.expert, self.chunk, self.denoising_steps = expert, chunk, denoising_steps
+        self.own: dict[str, HostedWorld] = {}  # those of the controller
 
     def demonstrate(self, task: Task, chat: Any, key: int) -> Trajectory:
         """The controller's episode. Where the world ends, or `turns` are used up, the rest of a chunk is what the
         controller would do next, which the world does not take."""
-        kept, name = self.idle_worlds(task), task.data["world"]
-        world, spaces = kept.pop() if kept else self.open_world(task)
+        source = self.source_of(task)
+        name = f"{source.name} {source.args}"
+        hosted = self.own.get(name) or self.own.setdefault(name, source.open())
+        world, spaces = hosted.world, hosted.spaces
         self.instruct(chat)
         played = SteppedEpisode(chat.trajectory, spaces.observed)
-        shown, _ = call_world(name, world.reset, seed=task.data["seed"])
+        shown, _ = call_world(source.name, world.reset, seed=task.data["seed"])
         while not played.ended:
             seen, rewards, chunk, ended = spaces.flatten(shown), list[float](), list[np.ndarray](), ""
             for _ in range(self.chunk):
@@ -89,14 +93,13 @@ class DemonstratedControl(Control):
                 chunk.append(np.asarray(self.expert(np.asarray(state, np.float32)), np.float32).reshape(-1))
                 if ended:
                     continue
-                take, action = partial(call_world, name, world.step), spaces.action(chunk[-1])
+                take, action = partial(call_world, source.name, world.step), spaces.action(chunk[-1])
                 shown, more, ended = take_actions(take, [action], self.turns - played.taken - len(rewards))
                 rewards += more
             row = np.concatenate([seen, matching_chain(np.concatenate(chunk), self.denoising_steps, key, len(played))])
             steps = ContinuousSteps(row[None].astype(np.float32), spaces.observed)
             done = Completion([0], [0.0], [0], "stop", text="", steps=steps)  # type: ignore[arg-type]
             played.add(done, math.fsum(rewards), spaces.flatten(shown), ended, taken=len(rewards))
-        kept.append((world, spaces))
         return played.finish()
 
 
