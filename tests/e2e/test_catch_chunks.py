@@ -13,12 +13,15 @@ from kits.once import made_once
 from kits.runs import CATCH_CHUNKS, check, events, final, run, run_and_die, steps, tiny
 from kits.train import apart, batch, gradient, row, shuffled, trainer
 from rondel.assemble.components import build
+from rondel.cli import view
+from rondel.cli.episode_frames import actions_per_step, frame_grid, picture_shape
 from rondel.core.errors import UserError
 from rondel.driver import replay
 from rondel.models.load import load_model
 from rondel.models.model_export import export_model
 from rondel.models.packed_steps import PackedSteps
 from rondel.runtime.journal import store
+from rondel.runtime.journal.log import read_recipe
 from rondel.runtime.telemetry.model_card import write_model_card
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: rondel[control]")
@@ -141,6 +144,20 @@ def test_an_exported_folder_is_the_model_and_its_card_says_how_it_is_asked(folde
         "rondel serve" in write_model_card(folder, 5, tmp_path / "out")
         and "instruction" in (tmp_path / "out" / "README.md").read_text()
     )
+
+
+@pytest.mark.slow
+def test_frames_are_the_pictures_that_it_read(folder: Path, tmp_path: Path) -> None:
+    [group, _] = store.groups_of(store.read_step(folder, 5))
+    shape = picture_shape(folder, read_recipe(folder))
+    rows = [row for row in store.read_step(folder, 5) if row["group"] == group.id]
+    grid = frame_grid(rows, actions_per_step(folder, read_recipe(folder)), shape)
+    assert shape == (56, 56) and grid.shape == (4 * 57 + 1, 8 * 57 + 1, 3)
+    for i, t in enumerate(group.trajectories):
+        for j, seen in enumerate(t.steps.x):
+            assert np.array_equal(grid[57 * i + 1 :, 57 * j + 1 :][:56, :56] * 255, seen.reshape(56, 56, 3))
+    view.run(str(folder), step=5, png=str(tmp_path / "seen.png"))
+    assert (tmp_path / "seen.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_who_reaches_for_the_ball_catches_it_and_who_does_not_look_catches_one_in_four() -> None:
