@@ -13,6 +13,7 @@ from kits.once import made_once
 from kits.runs import CATCH_CHUNKS, check, events, final, run, run_and_die, steps, tiny
 from kits.train import apart, batch, gradient, row, shuffled, trainer
 from rondel.assemble.components import build
+from rondel.checks.recipe_check import check as check_recipe
 from rondel.cli import view
 from rondel.cli.episode_frames import actions_per_step, frame_grid, picture_shape
 from rondel.core.errors import UserError
@@ -204,3 +205,9 @@ def test_what_it_renders_is_where_ball_and_paddle_are() -> None:
 def test_what_it_cannot_have_is_refused(tmp_path: Path, changes: dict, why: str) -> None:
     with pytest.raises(UserError, match=why):
         build(tiny(tmp_path, recipe=CATCH_CHUNKS, **changes)).close()
+
+
+@pytest.mark.slow
+def test_its_recipe_is_checked(tmp_path: Path) -> None:
+    found = {f.what: f for f in check_recipe(tiny(tmp_path, recipe=CATCH_CHUNKS))}
+    assert all(f.ok for f in found.values()) and "signal" in found, found

@@ -173,8 +173,9 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     refuse_unplayed(job, env)
     shown = shown_of(job, tasks, rows_beside(job))
     with ExitStack() as ends:
-        if isinstance(env, Control):
-            ends.callback(env.close)
+        for one in env.envs.values() if isinstance(env, ByTask) else [env]:
+            if isinstance(one, Control):
+                ends.callback(one.close)
         reward, calls = job.task.reward_spec, job.task.reward_calls
         pool = RewardPool(reward, workers=calls.workers, timeout=calls.timeout, folder=folder, lends=LENDS)
         ends.callback(pool.close)
