@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 from functools import partial
 
 import numpy as np
@@ -17,6 +19,7 @@ from rondel.cli import export, main
 from rondel.core.errors import EnvError, UserError
 from rondel.driver import replay
 from rondel.generate.envs.control import Control
+from rondel.generate.envs.hosted_world import WorldSource
 from rondel.generate.envs.worlds import call_world, open_world
 from rondel.models.load import load_model
 from rondel.models.packed_steps import PackedSteps
@@ -193,11 +196,22 @@ def test_worlds_on_threads_step_side_by_side(tmp_path):
     )
 
 
+def test_a_run_over_processes_has_the_bits_of_one_without(tmp_path):
+    settings = {"loop__steps": 2, "run__checkpoint__every": 0, "recipe": CARTPOLE}
+    settings["task__data"] = {"kind": "gym", "name": "kits.control:Aim", "n": 50, "eval_seed": 1000, "eval_n": 2}
+    for n in (0, 2):
+        run(tmp_path / str(n), task__env={"kind": "control", "turns": 12, "processes": n}, **settings)
+    ours, theirs = final(tmp_path / "2"), final(tmp_path / "0")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert steps(tmp_path / "2") == steps(tmp_path / "0")
+    own = subprocess.run(["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True).stdout
+    assert "serve_worlds" not in own
+
+
 def test_a_world_on_a_thread_that_breaks_is_an_error_of_the_world():
-    env = Control(threads=True)
-    world, spaces = open_world("kits.control:Broken", {})
+    env, world = Control(threads=True), WorldSource("kits.control:Broken", {}).open()
     with pytest.raises(EnvError, match="Broken' raised RuntimeError: a wheel"):
-        asyncio.run(env._call(call_world, "kits.control:Broken", world.step, spaces.action(np.float32([0, 0]))))
+        asyncio.run(env._call(world.take, np.zeros((1, 2), np.float32), 1))
 
 
 def test_spaces_are_laid_flat_and_actions_stay_in_bounds():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -147,6 +148,25 @@ def test_a_policy_acts(asked, kind):
         assert one["action"] == many["action"][0]
         refused = await client.post("/act", json={"observation": [1.0]})
         assert refused.status_code == 400 and "a list of 4 numbers" in refused.text
+
+    asked(loaded, talk)
+
+
+def test_a_policy_that_reads_pictures_is_told_an_instruction(asked):
+    loaded = control.vla_policy()
+    text = [{"role": "user", "content": "catch"}]
+    prompt = loaded.tokenizer.encode(
+        loaded.tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
+    )
+    request = replace(control.pictured(0, temperature=0), tokens=prompt, key=sample_key(0, 0, 0))
+    wanted = drawn(control.engine(loaded), [request])[0]
+
+    async def talk(client):
+        body = {"observation": request.observation.tolist(), "instruction": "catch"}
+        got = ok(await client.post("/act", json=body))
+        assert np.array_equal(np.float32(got["action"]), wanted.actions)
+        refused = await client.post("/act", json={"observation": body["observation"]})
+        assert refused.status_code == 400 and "task.env.instruction" in refused.text
 
     asked(loaded, talk)
 

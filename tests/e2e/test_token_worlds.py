@@ -15,7 +15,8 @@ from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.types import Task
 from rondel.generate.envs.experts import DemonstratedGym, balance_cartpole
-from rondel.generate.envs.token_worlds import TokenWorlds, shrunk
+from rondel.generate.envs.frame_worlds import shrunk
+from rondel.generate.envs.token_worlds import TokenWorlds
 from rondel.models.load import tokenizer_of
 from rondel.runtime.journal import store
 
@@ -148,7 +149,10 @@ def test_a_picture_is_the_mean_of_squares():
     [
         ({"task__env": {"kind": "control", "actions": "tokens"}}, "the model draws arrays"),
         ({"task__env": ENV, "model__path": {"random": "llama"}}, "pictures to a model of text alone"),
-        ({"task__env": {"kind": "control", "expert": "cartpole"}}, 'expert is of actions = "tokens"'),
+        (
+            {"task__env": {"kind": "control", "expert": "cartpole"}},
+            "expert is copied by flow matching: take flow_policy",
+        ),
         ({"task__env": {"kind": "control", "bins": 4}}, 'bins is of actions = "tokens"'),
         ({"task__env": {"kind": "control", "actions": "tokens", "pixels": 4}}, "pixels is of frames"),
         ({"task__env": {"kind": "control", "actions": "tokens", "model": {}}}, "model imagines arrays"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -40,6 +40,52 @@ def chunk_policy(*, observed: int = 4, **sizes: Any) -> LoadedModel:
     loaded = load_model({"random": "flow_policy", "seed": 0, **given})
     torch.nn.init.normal_(loaded.model.act.weight, std=0.5)
     return loaded
+
+
+class VlaPolicy:
+    """`vla_policy("qwen3_vl")`: a random model of chunks as above, from pictures of 28·28 pixels, of which no layer is near
+    to 0."""
+
+    backbone: ClassVar[dict[str, Any]] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 7},
+    }
+    sizes: ClassVar[dict[str, Any]] = {
+        "observation_size": 28 * 28 * 3,
+        "action_size": 3,
+        "discrete": False,
+        "chunk": 2,
+        "denoising_steps": 3,
+        "hidden_size": 16,
+        "frame": [28, 28],
+    }
+
+    def __call__(self, family: str = "qwen2_5_vl") -> LoadedModel:
+        tower = dict(self.backbone["vision_config"])
+        if family == "qwen2_vl":
+            tower = {"depth": 1, "embed_dim": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 7}
+        if family == "qwen3_vl":
+            tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+        backbone = {"random": family, **self.backbone, "vision_config": tower}
+        loaded = load_model({"random": "flow_vla", "seed": 0, "backbone": backbone, **self.sizes})
+        torch.manual_seed(1)
+        for parameter in loaded.model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.5 * parameter[0].numel() ** -0.5)
+        return loaded
+
+
+vla_policy = VlaPolicy()
+
+
+def pictured(i: int, *, temperature: float = 1.0) -> Request:
+    shown = np.random.default_rng(i).integers(0, 256, 28 * 28 * 3).astype(np.float32)
+    sampling = Sampling(max_tokens=1, temperature=temperature)
+    return Request([10 + i, 20, 30], sampling, key=sample_key(0, i, 0), observation=shown)
 
 
 POLICIES = {"choices": policy, "numbers": lambda: policy(discrete=False), "chunks": chunk_policy}

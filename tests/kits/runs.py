@@ -98,6 +98,11 @@ FAST_CATCH = {
     "model.path.num_hidden_layers": 2, "task.data.n": 200, "task.data.eval_n": 2, "task.eval.every": 0,
     "place.threads": 1, "run.checkpoint.every": 3, "run.checkpoint.keep": 2, "run.sinks": [],
 }  # fmt: skip
+CATCH_CHUNKS = RECIPE.with_name("catch_chunks.toml")
+FAST_CATCH_CHUNKS = {
+    "model.path.backbone.num_hidden_layers" if name == "model.path.num_hidden_layers" else name: value
+    for name, value in FAST_CATCH.items()
+}
 FAST_MODEL = FAST_CONTROL | {
     "policies.world.model.hidden_size": 16, "policies.world.model.ensemble": 2, "policies.world.epochs": 4,
     "task.env.model.branches": 3, "task.env.model.horizon": 4, "task.env.model.trust": 100.0, "task.env.model.memory": 60,
@@ -108,7 +113,8 @@ def tiny(folder: Path, recipe: Path = RECIPE, **changes: Any) -> Job:
     """The tiny recipe, or that of a flow or of a world, smaller still; `loop__max_staleness=1` sets loop.max_staleness."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
     fast = {FLOW: FAST_FLOW, DIGITS: FAST_FLOW, VIDEO: FAST_FLOW, CARTPOLE: FAST_CONTROL, PENDULUM: FAST_CONTROL}
-    fast = (fast | {CARTPOLE_MODEL: FAST_MODEL, PENDULUM_CHUNKS: FAST_CONTROL, CATCH: FAST_CATCH}).get(recipe, FAST)
+    fast |= {CARTPOLE_MODEL: FAST_MODEL, PENDULUM_CHUNKS: FAST_CONTROL, CATCH: FAST_CATCH}
+    fast = (fast | {CATCH_CHUNKS: FAST_CATCH_CHUNKS}).get(recipe, FAST)
     return Job.read(recipe, {**fast, "run.folder": str(folder), **dotted})
 
 

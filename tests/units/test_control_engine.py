@@ -47,14 +47,15 @@ def test_draws_follow_the_distribution():
     loaded, n = policy(), 4000
     shown = np.repeat(asked(0).observation[None], n, 0)
     noise = (np.arange(n) + 0.5) / n  # evenly: counts are then exact to one
-    drawn, density = loaded.head.draw(shown, np.ones(n, np.float32), noise)
+    seen = PackedSteps.of([shown], [[0]], "cpu")
+    drawn, density = loaded.head.draw(seen, np.ones(n, np.float32), noise)
     p = torch.softmax(loaded.model.act(loaded.model(torch.from_numpy(shown[:1]))), -1)[0].tolist()
     counts = [int((drawn == action).sum()) for action in range(3)]
     assert counts == pytest.approx([n * share for share in p], abs=1.01)
     assert sorted(set(np.exp(density).round(5))) == pytest.approx(sorted(p), abs=1e-4)
     wide = policy(discrete=False)
     numbers = np.random.default_rng(0).normal(size=(n, 3)).astype(np.float32)
-    drawn, _ = wide.head.draw(shown, np.full(n, 0.5, np.float32), numbers)
+    drawn, _ = wide.head.draw(seen, np.full(n, 0.5, np.float32), numbers)
     mean = wide.model.act(wide.model(torch.from_numpy(shown[:1]))).detach().numpy()
     assert np.allclose(drawn, mean + 0.5 * np.exp(np.float32(-0.4)) * numbers, atol=1e-6)
 

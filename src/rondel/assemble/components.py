@@ -69,7 +69,7 @@ from rondel.generate.envs.control import Control
 from rondel.generate.envs.curriculum import build_curriculum
 from rondel.generate.envs.debate import Debate
 from rondel.generate.envs.episode import EpisodeState
-from rondel.generate.envs.experts import EXPERTS, DemonstratedGym
+from rondel.generate.envs.experts import EXPERTS, DemonstratedControl, DemonstratedGym
 from rondel.generate.envs.flow import Flow
 from rondel.generate.envs.gateway.agent import agent_of, function_agent
 from rondel.generate.envs.gateway.env import Gateway
@@ -93,6 +93,7 @@ from rondel.generate.envs.worlds import world_factory
 from rondel.generate.template import Messages, Template
 from rondel.models import adapters, nf4
 from rondel.models.block_diffusion.settings import block_of, has_blocks
+from rondel.models.control.kinds import chunk_sizes
 from rondel.models.load import tokenizer_of
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.probe import find_isolation
@@ -157,7 +158,7 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     refuse_shown_tasks(job, tasks.evaluated)
     env = env_of(job, tasks)
     for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
-        if shows and not isinstance(env, DemonstratedGym):
+        if shows and not isinstance(env, DemonstratedGym | DemonstratedControl):
             refuse_unanswered(key, tasks.train)
     shots = play_shots(job, tasks, env, sampling)
     tasks = _that_fit(job, tasks, env, shots)
@@ -172,6 +173,9 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     refuse_unplayed(job, env)
     shown = shown_of(job, tasks, rows_beside(job))
     with ExitStack() as ends:
+        for one in env.envs.values() if isinstance(env, ByTask) else [env]:
+            if isinstance(one, Control):
+                ends.callback(one.close)
         reward, calls = job.task.reward_spec, job.task.reward_calls
         pool = RewardPool(reward, workers=calls.workers, timeout=calls.timeout, folder=folder, lends=LENDS)
         ends.callback(pool.close)
@@ -300,7 +304,12 @@ def _build_env(job: Job, kind: str, settings: dict[str, Any], data: dict[str, An
         return Gym(**settings, open=tokens)
     if found is Control:
         model = None if own.model is None else Imagination(**own.model.model_dump())
-        return Control(turns=own.turns, model=model, threads=own.threads)
+        settings = {name: getattr(own, name) for name in ("turns", "threads", "processes", "instruction")}
+        settings |= {"model": model, "pixels": own.pixels if own.frames else None}
+        if own.expert:
+            size = chunk_sizes(job.model.path)
+            return DemonstratedControl(find_registered("expert", own.expert, EXPERTS), **size, **settings)
+        return Control(**settings)
     if found is Flow:
         return Flow(points=own.points, every=own.every, shared_noise=own.shared_noise, system=system)
     if found is Search:

@@ -16,7 +16,16 @@ from rondel.generate.engine.control.action_request import WHAT as ACTIONS
 from rondel.generate.engine.flow.chain import WHAT as POINTS
 from rondel.generate.engine.stepwise.answer import refuse_sampling
 from rondel.models.block_diffusion.settings import has_blocks
-from rondel.models.control.kinds import MLP_POLICY, MLP_WORLD, draws_chunks, is_control, is_world_model
+from rondel.models.control.kinds import (
+    FLOW_POLICY,
+    FLOW_VLA,
+    MLP_POLICY,
+    MLP_WORLD,
+    draws_chunks,
+    is_control,
+    is_world_model,
+    reads_pictures,
+)
 from rondel.models.flow.kinds import FLOW_MLP, is_flow
 from rondel.models.load import tokenizer_of
 from rondel.models.model_type import model_type_of
@@ -113,7 +122,16 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
         (kind == "control" or kind not in ENV_TABLES, f'task.env = "{kind}" reads text: set task.env = "control"'),
         plays,
         (not job.task.episode.budget.model_fields_set, "task.env.budget counts text: set task.env.turns"),
-        (not job.loop.warmup.steps, "loop.warmup copies answers of the data set, and worlds have none: leave it out"),
+        *picture_rules(job),
+        (
+            not job.loop.warmup.steps or bool(job.task.env_settings.get("expert")),
+            "loop.warmup copies answers of the data set, and worlds have none: name a controller in task.env.expert, or "
+            "leave it out",
+        ),
+        (
+            draws_chunks(job.model.path) or not job.task.env_settings.get("expert"),
+            f"task.env.expert is copied by flow matching: take {FLOW_POLICY} or {FLOW_VLA}, or leave it out",
+        ),
         (not job.algo.guides and not job.algo.beside, "there are no demonstrations of actions: leave them out"),
         (
             job.trainer.critic.path is None,
@@ -137,6 +155,27 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
     for name in ("chunk", "denoising_steps"):
         if not isinstance(n := table.get(name, 1), int) or n < 1:
             raise ModelError(f"{name} = {n!r} of model.path: take a whole number of at least 1")
+
+
+def picture_rules(job: Job) -> Rules:
+    """Of a policy that reads a picture and an instruction, and of all that do not."""
+    told, looks = job.task.env_settings, reads_pictures(job.model.path)
+    if not looks:
+        odd = [name for name in ("frames", "instruction") if told.get(name)]
+        return [
+            (not odd, f"task.env.{odd[0] if odd else ''} is of {FLOW_VLA}, and this one reads numbers: leave it out")
+        ]
+    return [
+        (bool(told.get("frames")), f"a {FLOW_VLA} reads pictures: set task.env.frames = true"),
+        (
+            bool(told.get("instruction")),
+            f'a {FLOW_VLA} reads an instruction: set task.env.instruction = "catch the ball"',
+        ),
+        (
+            job.model.vision.image_tokens == "auto",
+            "model.vision.image_tokens scales pictures of conversations: set task.env.pixels",
+        ),
+    ]
 
 
 def writes_actions(job: Job) -> bool:

@@ -34,7 +34,7 @@ from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.generate.engine.concurrency import ConcurrencyController
 from rondel.models import adapters, names, nf4, vision
 from rondel.models.aligned_numerics import align_numerics
-from rondel.models.control.kinds import is_world_model
+from rondel.models.control.kinds import draws_chunks, is_world_model, reads_pictures
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
@@ -486,9 +486,13 @@ def served_policy_of(job: Job, device: str) -> LoadedModel:
 def prepare_policy(job: Job, loaded: LoadedModel) -> LoadedModel:
     """A model that was loaded, as the recipe wants it."""
     wanted = job.model.adapter
-    loaded.sight = sight_within(job, loaded.sight, loaded.name)
-    if loaded.sight is not None and job.model.vision.tower == "frozen":
-        vision.vision_tower(loaded.model).requires_grad_(False)
+    if reads_pictures(job.model.path):
+        if job.model.vision.tower == "frozen":
+            vision.vision_tower(loaded.model.backbone).requires_grad_(False)
+    else:
+        loaded.sight = sight_within(job, loaded.sight, loaded.name)
+        if loaded.sight is not None and job.model.vision.tower == "frozen":
+            vision.vision_tower(loaded.model).requires_grad_(False)
     if wanted.kind != "off":
         nf4.refuse_other(loaded.model, loaded.name, wanted=wanted.kind == "qlora")
         adapters.add_adapter(loaded, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets, seed=job.loop.seed)
@@ -637,9 +641,11 @@ def settings_of(
 
 
 def warmup_settings(job: Job, settings: TrainSettings) -> TrainSettings:
-    """The supervised phase: its own learning rate, constant."""
+    """The supervised phase: its own learning rate, constant. Chunks of actions are shown without noise: their density is
+    then that of flow matching."""
     return replace(
         settings,
+        temperature=0.0 if draws_chunks(job.model.path) else settings.temperature,
         lr=job.loop.warmup.lr,
         schedule="constant",
         warmup_steps=0,

@@ -6,14 +6,17 @@ from typing import Any
 
 import numpy as np
 
+from rondel.core.config.environment import ControlConfig
 from rondel.core.config.job import Job
 from rondel.core.config.policy import PolicyConfig
 from rondel.core.errors import ConfigError
+from rondel.generate.envs.frame_worlds import open_frame_world
 from rondel.generate.envs.worlds import WorldSpaces, call_world, open_world
-from rondel.models.control.kinds import MLP_POLICY, draws_chunks, is_control, is_world_model
+from rondel.models.control.kinds import MLP_POLICY, draws_chunks, is_control, is_world_model, reads_pictures
 
 Path = str | dict[str, Any]
 RANDOM = 256  # steps of a world that measure its scales, before the run
+PIXELS = ControlConfig.model_fields["pixels"].default
 STILL = 1e-6  # a deviation below which a number does not move
 
 
@@ -23,7 +26,8 @@ def with_world_sizes(job: Job) -> Job:
     if not is_control(path) or job.task.env_kind != "control" or data.get("kind") != "gym":
         return job
     name, args = str(data.get("name", "")), dict(data.get("args") or {})
-    world, spaces = open_world(name, args)
+    shows, pixels = reads_pictures(path), job.task.env_settings.get("pixels", PIXELS)
+    world, spaces = open_frame_world(name, args, pixels) if shows else open_world(name, args)
     if draws_chunks(path) and spaces.discrete:
         raise ConfigError(
             f"model.path draws chunks of numbers, and the world '{name}' takes one of {spaces.actions} actions: take "
@@ -32,7 +36,8 @@ def with_world_sizes(job: Job) -> Job:
         )
     scales = measure_scales(name, world, spaces) if any(map(_is_new_model, job.policies.values())) else {}
     world.close()
-    sizes = {"observation_size": spaces.observed, "action_size": spaces.actions, "discrete": spaces.discrete}
+    sizes: dict[str, Any] = {"observation_size": spaces.observed, "action_size": spaces.actions}
+    sizes |= {"discrete": spaces.discrete} | ({"frame": list(spaces.observation_space.shape[:2])} if shows else {})
 
     def sized(path: Path, key: str) -> Path:
         given = path if isinstance(path, dict) else _folder_sizes(path)

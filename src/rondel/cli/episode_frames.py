@@ -1,4 +1,6 @@
-"""Pictures of episodes in a world: what was done is done again in a world that draws itself, and must show the same."""
+"""Pictures of episodes in a world: what was done is done again in a world that draws itself, and must show the same. Where
+the policy has read pictures, these are stored, and they are shown.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,34 @@ def actions_per_step(folder: str | Path, recipe: dict[str, Any]) -> int:
     return chunk_length(path if model_type_of(path) or not saved else str(saved[-1]))
 
 
-def frame_grid(rows: Sequence[dict[str, Any]], actions: int = 1) -> np.ndarray:
+def picture_shape(folder: str | Path, recipe: dict[str, Any]) -> tuple[int, int] | None:
+    """[h, w] of the pictures that the policy of a run reads, by its checkpoints; None where it reads numbers."""
+    from rondel.models.control.kinds import reads_pictures
+    from rondel.models.model_type import model_settings
+    from rondel.system.files import checkpoints_in
+
+    folders = [*map(str, checkpoints_in(Path(folder) / "checkpoints").values())]
+    path = folders[-1] if folders else recipe.get("model", {}).get("path", {})
+    if not reads_pictures(path):
+        return None
+    if (frame := model_settings(path).get("frame")) is None:
+        raise UserError(
+            "no frames: how large the policy's pictures are stands in its first checkpoint, which is to come"
+        )
+    return frame[0], frame[1]
+
+
+def frame_grid(rows: Sequence[dict[str, Any]], actions: int = 1, pictures: tuple[int, int] | None = None) -> np.ndarray:
     """[height, width, 3] from 0 to 1: episodes below each other, FRAMES of each beside each other.
 
     Raises UserError where there is none, where the world cannot draw, or where it shows something else than it did:
-    then its randomness is not that of its seed. `actions`: how many a step of theirs took, `actions_per_step`.
+    then its randomness is not that of its seed. `actions`: how many a step of theirs took, `actions_per_step`;
+    `pictures`: `picture_shape`.
     """
-    strips = [_strip(row, steps, actions) for row in rows if (steps := acted_steps(row)) is not None]
+    acted = [(row, steps) for row in rows if (steps := acted_steps(row)) is not None]
+    strips = [
+        _strip(row, steps, actions) if pictures is None else _seen_pictures(steps, pictures) for row, steps in acted
+    ]
     if not strips:
         raise UserError("no frames: there is no episode of a world among these trajectories")
     height, width = (max(frame.shape[axis] for strip in strips for frame in strip) for axis in (0, 1))
@@ -57,6 +80,13 @@ def frame_grid(rows: Sequence[dict[str, Any]], actions: int = 1) -> np.ndarray:
             top, left = i * (height + 1) + 1, j * (width + 1) + 1
             grid[top : top + frame.shape[0], left : left + frame.shape[1]] = frame
     return grid
+
+
+def _seen_pictures(steps: ContinuousSteps, shape: tuple[int, int]) -> list[np.ndarray]:
+    """What the policy read, evenly, and what came behind an episode that was cut off."""
+    seen = [*steps.x, *([] if steps.after is None else [steps.after])]
+    shown = sorted(set(np.linspace(0, len(seen) - 1, FRAMES).round().astype(int).tolist()))
+    return [seen[i].reshape(*shape, 3).astype(np.float64) / 255 for i in shown]
 
 
 def _strip(row: dict[str, Any], steps: ContinuousSteps, actions: int) -> list[np.ndarray]:

@@ -33,7 +33,7 @@ def run(
     ] = None,
 ) -> None:
     """Show what the policy read and wrote."""
-    from rondel.cli.episode_frames import FRAMES, acted_steps, actions_per_step, frame_grid
+    from rondel.cli.episode_frames import FRAMES, acted_steps, actions_per_step, frame_grid, picture_shape
     from rondel.cli.page import render_page
     from rondel.cli.point_coverage import describe_coverage
     from rondel.core.errors import UserError
@@ -49,11 +49,11 @@ def run(
         raise UserError(f"step {step} has no group {group}; it has {', '.join(map(str, numbers))}")
     chosen = [r for r in rows if _matches_filter(r, group, min_reward, max_reward, errors)]
     if png is not None and (acted := [row for row in chosen if acted_steps(row) is not None][:limit]):
-        write_png(png, frame_grid(acted, actions_per_step(folder, read_recipe(folder))))
-        print(
-            f"{png}: {FRAMES} frames of each of {len(acted)} episodes of step {step}, which were played again and "
-            "showed the same"
-        )
+        recipe = read_recipe(folder)
+        pictures = picture_shape(folder, recipe)
+        write_png(png, frame_grid(acted, actions_per_step(folder, recipe), pictures))
+        how = "which were played again and showed the same" if pictures is None else "as the policy read them"
+        print(f"{png}: at most {FRAMES} frames of each of {len(acted)} episodes of step {step}, {how}")
         return
     if png is not None:
         write_png(png, image_grid(chosen))

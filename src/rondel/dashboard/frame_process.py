@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from rondel.cli.episode_frames import actions_per_step, frame_grid
+from rondel.cli.episode_frames import actions_per_step, frame_grid, picture_shape
 from rondel.core.errors import RondelError
 from rondel.dashboard.rollouts import find_row
 from rondel.runtime.journal.log import read_recipe
@@ -24,8 +24,8 @@ def main(folder: str, step: str, at: str) -> None:
         os.dup2(2, 1)
         threading.Thread(target=_end_with_input, daemon=True).start()
         try:
-            actions = actions_per_step(folder, read_recipe(folder))
-            image = frame_grid([find_row(Path(folder), int(step), int(at))], actions)
+            recipe, row = read_recipe(folder), find_row(Path(folder), int(step), int(at))
+            image = frame_grid([row], actions_per_step(folder, recipe), picture_shape(folder, recipe))
             told = {"png": png_address(image)}
         except RondelError as error:
             told = {"error": str(error)}

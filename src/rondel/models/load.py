@@ -28,7 +28,8 @@ from rondel.models.block_indexer import check_block_indexers, install_block_inde
 from rondel.models.blocks import decoder_blocks
 from rondel.models.cache_slots import install_cache_slots
 from rondel.models.compressed_attention import CompressedLayers, check_compressors, install_compressed_attention
-from rondel.models.control.kinds import FLOW_POLICY, MLP_POLICY, MLP_WORLD
+from rondel.models.control.kinds import FLOW_POLICY, FLOW_VLA, MLP_POLICY, MLP_WORLD
+from rondel.models.control.vla_backbone import load_backbone, with_backbone
 from rondel.models.deferred_weights import DeferredWeights, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.flow.kinds import FLOW_DIT, FLOW_MLP, FLOW_VIDEO, FLOWS
@@ -60,6 +61,7 @@ STEP_MODELS = ImportedOnUse(
         FLOW_VIDEO: "rondel.models.flow.video_dit:FlowVideo",
         MLP_POLICY: "rondel.models.control.mlp_policy:MlpPolicy",
         FLOW_POLICY: "rondel.models.control.flow_policy:FlowPolicy",
+        FLOW_VLA: "rondel.models.control.flow_vla:FlowVla",
         MLP_WORLD: "rondel.models.control.world_model:MlpWorld",
     }
 )
@@ -68,6 +70,7 @@ STEP_HEADS = ImportedOnUse(
     | {
         MLP_POLICY: "rondel.models.control.control_head:ControlHead",
         FLOW_POLICY: "rondel.models.control.chunk_head:ChunkHead",
+        FLOW_VLA: "rondel.models.control.vla_head:VlaHead",
         MLP_WORLD: "rondel.models.control.world_head:WorldHead",
     }
 )
@@ -230,11 +233,12 @@ def _load_step_model(path: str | dict[str, Any], head: type[StepHead], dtype: st
         )
     tokenizer: Any
     if isinstance(path, dict):
-        tokenizer, name = random_tokenizer(path), f"random-{path['random']}"
-        config = random_config(dict(path), tokenizer)
+        recipe, tokenizer = with_backbone(path)
+        name, config = f"random-{path['random']}", random_config(recipe, tokenizer)
         with error_boundary(ModelError, f"making a random '{path['random']}'"):
             torch.manual_seed(path.get("seed", 0))
             model = AutoModel.from_config(config)
+        load_backbone(model, path)
     else:
         path = name = str(Path(path).expanduser().resolve())
         with error_boundary(ModelError, f"loading the model '{path}'"):
@@ -294,8 +298,8 @@ def tokenizer_of(path: str | dict[str, Any]) -> tuple[Any, int, ImageProcessorCo
     if isinstance(path, str) and adapter_files.is_adapter(path):
         return tokenizer_of(adapter_files.base_of(path))
     if isinstance(path, dict):
-        tokenizer = random_tokenizer(path)
-        config = _random_config(path, tokenizer)
+        recipe, tokenizer = with_backbone(path)
+        config = _random_config(recipe, tokenizer)
         return tokenizer, _max_context(config.get_text_config()), vision.sight_of(config)
     folder = model_folder(path)
     with error_boundary(ModelError, f"loading the tokenizer of '{path}'"):

@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from rondel.models.control.kinds import is_control
+from rondel.models.control.kinds import is_control, reads_pictures
 from rondel.models.flow.kinds import is_flow
 from rondel.models.load import load_model
 from rondel.models.program_export import export_program
@@ -21,12 +21,13 @@ OF_A_RUN = ("manifest.json", "state.json", "optimizer.safetensors")
 def export_model(checkpoint: Path, into: Path) -> str:
     """Write the model or adapter of `checkpoint` to the folder `into`, which must not exist. -> the number format of a
     run with model.format, encoded; "" for all others, whose files are copied as they are, beside a program of torch for
-    policies of points or actions.
+    policies of points or actions that read no pictures.
     """
     config = checkpoint / "config.json"
     if config.is_file() and MARK in json.loads(config.read_text(encoding="utf-8")):
         return export_quantized(checkpoint, into)[0]
-    programs = is_flow(str(checkpoint)) or is_control(str(checkpoint))
+    model = str(checkpoint)
+    programs = is_flow(model) or (is_control(model) and not reads_pictures(model))
     with guard_write(into, (1 + programs) * sum(p.stat().st_size for p in _model_files(checkpoint))):
         into.mkdir(parents=True)
         for path in _model_files(checkpoint):

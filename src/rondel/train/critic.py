@@ -109,8 +109,10 @@ class Critic:
                 done += packed.samples
         self.ranks.exchange_tokens(batch, done, "values")
         if cut := [sample for sample in batch.samples if sample.after is not None]:
-            seen = torch.from_numpy(np.stack([np.asarray(sample.after) for sample in cut])).to(self.loaded.device)
-            for sample, value in zip(cut, self._values_of(self.loaded.model(seen)).tolist(), strict=True):
+            rows = [np.asarray(sample.after)[None] for sample in cut]
+            prompts = [sample.tokens[: sample.prompt_length] for sample in cut]
+            states = self.loaded.head.states(PackedSteps.of(rows, prompts, self.loaded.device))
+            for sample, value in zip(cut, self._values_of(states).tolist(), strict=True):
                 sample.value_after = value
 
     def accumulate_gradients(

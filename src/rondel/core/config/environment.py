@@ -233,28 +233,42 @@ class ControlConfig(BaseModel):
         description="each verb of the world runs on a thread: for worlds that take milliseconds and let other threads run "
         'meanwhile; with actions = "tokens" they always do',
     )
+    processes: int = Field(
+        0,
+        ge=0,
+        description="the worlds are shared out among so many processes beside the run: for worlds that take milliseconds of "
+        "Python; 0: they step in the run's own",
+    )
     actions: Literal["arrays", "tokens"] = Field(
         "arrays",
         description='"tokens": a model of text, or of text and pictures, writes the number of an action, or of the bin of '
         "each number of one; each action is a turn",
     )
     bins: int = Field(8, ge=2, description='with actions = "tokens": bins of each number of an action')
-    frames: bool = Field(False, description='with actions = "tokens": pictures that the world renders are shown')
+    frames: bool = Field(
+        False, description="pictures that the world renders are shown, to a vision-language model or a flow_vla"
+    )
     pixels: int = Field(56, ge=1, description="of a side of such a picture, at most; each is the mean of several")
     suffix: str = Field("", description='with actions = "tokens": appended to every observation')
+    instruction: str = Field("", description="what a flow_vla is told in words, beside every picture")
     expert: str = Field(
         "",
-        description='with actions = "tokens": a controller whose episodes loop.warmup shows: "cartpole", or "module:name", '
-        "a function from an observation to an action",
+        description='a controller whose episodes loop.warmup shows to what writes tokens or draws chunks: "cartpole", or '
+        '"module:name", a function from an observation to an action',
     )
 
     @model_validator(mode="after")
     def _check_tokens(self) -> ControlConfig:
-        told = self.model_fields_set & {"bins", "frames", "pixels", "suffix", "expert"}
-        if self.actions == "arrays" and told:
-            raise ValueError(f'{sorted(told)[0]} is of actions = "tokens"; set that, or leave it out')
-        if self.actions == "tokens" and "threads" in self.model_fields_set:
-            raise ValueError('threads is of actions = "arrays"; worlds of tokens run on threads; leave it out')
+        told = self.model_fields_set
+        if self.actions == "arrays" and (odd := told & {"bins", "suffix"}):
+            raise ValueError(f'{sorted(odd)[0]} is of actions = "tokens"; set that, or leave it out')
+        if self.actions == "tokens" and (odd := told & {"threads", "processes", "instruction"}):
+            raise ValueError(
+                f'{sorted(odd)[0]} is of actions = "arrays"; worlds of tokens run on threads and write what they show, '
+                "with `suffix`; leave it out"
+            )
+        if self.threads and self.processes:
+            raise ValueError("processes beside threads: a world steps in one or the other; leave one of them out")
         if self.actions == "tokens" and self.model is not None:
             raise ValueError('model imagines arrays, and actions = "tokens"; leave one of them out')
         if "pixels" in told and not self.frames:

@@ -1,18 +1,26 @@
-"""Scripted controllers of worlds, whose episodes a policy of action tokens copies before it is paid: behaviour cloning.
+"""Scripted controllers of worlds, whose episodes a policy copies before it is paid: behaviour cloning.
 
 expert(observation [O] float32) -> the number of an action counted from 0, or the numbers [A] of one
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from rondel.core.types import Task
+from rondel.core.continuous_steps import ContinuousSteps
+from rondel.core.types import Completion, Task, Trajectory
+from rondel.generate.envs.control import Control
+from rondel.generate.envs.frame_worlds import FrameWorld
 from rondel.generate.envs.gym import Gym
+from rondel.generate.envs.hosted_world import HostedWorld, take_actions
+from rondel.generate.envs.stepped_episode import SteppedEpisode
 from rondel.generate.envs.token_worlds import TokenWorlds
+from rondel.generate.envs.worlds import call_world
 
 Expert = Callable[[np.ndarray], Any]
 
@@ -54,3 +62,50 @@ class DemonstratedGym(Gym):
         finally:
             world.close()
         return said
+
+
+class DemonstratedControl(Control):
+    """Worlds of arrays, and the chunks of actions that a scripted controller would have drawn in them, as steps of flow
+    matching.
+
+    chunk, denoising_steps  H and K of the policy
+    """
+
+    def __init__(self, expert: Expert, *, chunk: int, denoising_steps: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.expert, self.chunk, self.denoising_steps = expert, chunk, denoising_steps
+        self.own: dict[str, HostedWorld] = {}  # those of the controller
+
+    def demonstrate(self, task: Task, chat: Any, key: int) -> Trajectory:
+        """The controller's episode. Where the world ends, or `turns` are used up, the rest of a chunk is what the
+        controller would do next, which the world does not take."""
+        source = self.source_of(task)
+        name = f"{source.name} {source.args}"
+        hosted = self.own.get(name) or self.own.setdefault(name, source.open())
+        world, spaces = hosted.world, hosted.spaces
+        self.instruct(chat)
+        played = SteppedEpisode(chat.trajectory, spaces.observed)
+        shown, _ = call_world(source.name, world.reset, seed=task.data["seed"])
+        while not played.ended:
+            seen, rewards, chunk, ended = spaces.flatten(shown), list[float](), list[np.ndarray](), ""
+            for _ in range(self.chunk):
+                state = world.observation if isinstance(world, FrameWorld) else shown
+                chunk.append(np.asarray(self.expert(np.asarray(state, np.float32)), np.float32).reshape(-1))
+                if ended:
+                    continue
+                take, action = partial(call_world, source.name, world.step), spaces.action(chunk[-1])
+                shown, more, ended = take_actions(take, [action], self.turns - played.taken - len(rewards))
+                rewards += more
+            row = np.concatenate([seen, matching_chain(np.concatenate(chunk), self.denoising_steps, key, len(played))])
+            steps = ContinuousSteps(row[None].astype(np.float32), spaces.observed)
+            done = Completion([0], [0.0], [0], "stop", text="", steps=steps)  # type: ignore[arg-type]
+            played.add(done, math.fsum(rewards), spaces.flatten(shown), ended, taken=len(rewards))
+        return played.finish()
+
+
+def matching_chain(chunk: np.ndarray, steps: int, key: int, t: int) -> np.ndarray:
+    """[D], K -> [(K + 1)·D]: x_k = (1 - sigma_k)·chunk + sigma_k·noise at the noise levels of K denoising steps, from the
+    noise of step t of `key` straight to the chunk."""
+    generator = np.random.Generator(np.random.Philox(key=key % (1 << 128), counter=[0, 0, 0, t]))
+    noise, sigma = generator.standard_normal(len(chunk)), np.linspace(1.0, 0.0, steps + 1)[:, None]
+    return ((1 - sigma) * chunk + sigma * noise).reshape(-1)

@@ -62,9 +62,11 @@ class SteppedEpisode:
         """Each reward is earned at its step; where the episode was cut off, what came then stands behind it."""
         steps = ContinuousSteps(np.stack(self.rows), self.observed, self.last if self.ended == "cut off" else None)
         t = self.trajectory
-        t.extend([GIVEN])
+        if not t.tokens:
+            t.extend([GIVEN])
+        first = len(t.tokens)
         t.extend(self.tokens, logprobs=self.logprobs, versions=self.versions, steps=steps)
-        t.score = Score(math.fsum(self.rewards), steps=tuple(enumerate(self.rewards, 1)))
+        t.score = Score(math.fsum(self.rewards), steps=tuple(enumerate(self.rewards, first)))
         t.finish_reason = "stop" if self.ended == "ended" else "length"
         chunks = f" in {len(self)} chunks" if self.taken > len(self) else ""
         t.text = f"{self.taken} steps{chunks}, return {t.score.value:g}, {self.ended}"

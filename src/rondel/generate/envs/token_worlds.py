@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rondel.core.errors import ConfigError
+from rondel.generate.envs.frame_worlds import open_drawing_world, render_shrunk
 from rondel.generate.envs.worlds import WorldSpaces, open_world
 
 
@@ -38,15 +39,13 @@ class TokenWorlds:
         return lambda **args: self._open(name, args)
 
     def _open(self, name: str, args: dict[str, Any]) -> TokenWorld:
-        world, spaces = open_world(name, {"render_mode": "rgb_array", **args} if self.frames else args)
+        world, spaces = open_drawing_world(name, args) if self.frames else open_world(name, args)
         bounds = [side for side in (spaces.low, spaces.high) if side is not None]
         if not all(np.isfinite(side).all() for side in bounds):
             raise ConfigError(
                 f"the world '{name}' has actions without bounds, which no bins can cut: wrap it with bounds (gymnasium's "
                 'RescaleAction), or take task.env.actions = "arrays"'
             )
-        if self.frames and not callable(getattr(world, "render", None)):
-            raise ConfigError(f"the world '{name}' has no render(), and task.env.frames shows what it renders")
         return TokenWorld(name, world, spaces, self)
 
 
@@ -95,18 +94,4 @@ class TokenWorld:
         """Content of a message: a picture, or numbers."""
         if not self.how.frames:
             return " ".join(f"{number:.2f}" for number in self.spaces.flatten(shown))
-        frame = self.world.render()
-        if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
-            found = f"{frame.dtype} {list(frame.shape)}" if isinstance(frame, np.ndarray) else type(frame).__name__
-            raise TypeError(f"render() gave {found}, and a picture is an array of uint8 [height, width, 3]")
-        return [{"type": "image", "image": shrunk(frame, self.how.pixels)}]
-
-
-def shrunk(frame: np.ndarray, pixels: int) -> np.ndarray:
-    """[H, W, 3] -> each pixel the mean of a square of them, the smallest that leaves at most `pixels` a side; what is
-    left at the lower and right edge is cut off."""
-    factor = -(-max(frame.shape[:2]) // pixels)
-    height, width = (max(1, side // factor) for side in frame.shape[:2])
-    cut = frame[: height * factor, : width * factor]
-    squares = cut.reshape(height, len(cut) // height, width, cut.shape[1] // width, 3)
-    return squares.mean((1, 3)).round().astype(np.uint8)
+        return [{"type": "image", "image": render_shrunk(self.world, self.how.pixels)}]

@@ -8,6 +8,11 @@ A chunk is drawn in K Gaussian steps, x_0 noise, x_K the chunk (models/flow/tran
 
 the joint density of its denoising steps, averaged over them and added up over the numbers of all its actions: the
 `joint_logprob` and `chunk_level` of RLinf, arXiv:2510.25889 (pi_RL). That of x_0 no weight moves: it is left out.
+
+Without noise, std_k = 0, a chain is not drawn at random, and one that a demonstration wrote is a straight line from noise
+to its chunk. Its density is that of flow matching (arXiv:2210.02747), with the step's length |scale_v| in place of std_k:
+
+    log N(x_k; x_(k-1) + scale_v·v, scale_v²) = -½·(v - (noise - chunk))² and a constant
 """
 
 from __future__ import annotations
@@ -69,6 +74,7 @@ class ChunkHead(ControlHead):
         x = chain[:, :-1]
         velocity = self.model.velocity(x, sigma, self.states(steps))
         mean = scale_x[..., None] * x + scale_v[..., None] * velocity
+        std = torch.where(std > 0, std, scale_v.abs())
         return self._density(chain[:, 1:] - mean, std), self.point * entropy(std).mean(1)
 
     def _density(self, deviation: Tensor, std: Tensor) -> Tensor:
@@ -78,17 +84,16 @@ class ChunkHead(ControlHead):
         return each.mean(1)
 
     @torch.no_grad()
-    def draw(
-        self, observations: np.ndarray, temperature: np.ndarray, noise: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def draw(self, seen: PackedSteps, temperature: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Chains [n, (K + 1)·D] and the log-densities of their chunks [n]; 0 where nothing is random.
 
+        seen   steps of observations alone [n, O]
         noise  [n, (K + 1)·D] of a standard normal: where a chain begins, and of its steps
         """
         device = self.weight.device
         heat = torch.from_numpy(temperature).to(device)
         sigma, scale_x, scale_v, std = self.coefficients(heat)
-        states = self.model(torch.from_numpy(observations).to(device))
+        states = self.states(seen)
         each = torch.from_numpy(noise).to(device).unflatten(1, (-1, self.point))
         chain, means = [each[:, 0]], list[Tensor]()
         for k in range(len(sigma)):

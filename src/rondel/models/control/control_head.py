@@ -66,15 +66,14 @@ class ControlHead(StepHead):
         return gaussian(out, self.model.log_std, drawn, temperature)
 
     @torch.no_grad()
-    def draw(
-        self, observations: np.ndarray, temperature: np.ndarray, noise: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def draw(self, seen: PackedSteps, temperature: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Actions [n, 1 or A] and their log-densities [n]; at temperature 0 the likeliest, with its density at 1.
 
+        seen   steps of observations alone [n, O]
         noise  [n] uniform numbers in [0, 1), or [n, A] of a standard normal
         """
         device = self.weight.device
-        out = self.model.act(self.model(torch.from_numpy(observations).to(device)))
+        out = self.model.act(self.states(seen))
         greedy = temperature == 0
         heat = torch.from_numpy(np.where(greedy, np.float32(1), temperature).astype(np.float32)).to(device)
         if self.model.config.discrete:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from rondel.models.control.kinds import CHUNK, FLOW_POLICY
+from rondel.models.control.kinds import CHUNK, FLOW_POLICY, STEPS
 from rondel.models.control.observation_mlp import ObservationConfig, ObservationMlp
 from rondel.models.elementwise import silu
 from rondel.models.flow.transition import sinusoidal
@@ -23,7 +23,7 @@ class FlowPolicyConfig(ObservationConfig):
     model_type = FLOW_POLICY
     discrete: bool = False
     chunk: int = CHUNK
-    denoising_steps: int = 4
+    denoising_steps: int = STEPS
     num_denoising_layers: int = 1
     frequencies: int = 6
 

@@ -27,6 +27,11 @@ class ObservationConfig(PreTrainedConfig):
     eos_token_id: int | None = None
     tie_word_embeddings: bool = False
 
+    @property
+    def input_size(self) -> int:
+        """How many numbers the first layer reads."""
+        return self.observation_size
+
 
 class ObservationMlp(PreTrainedModel):
     """Layers of tanh on the observation, orthogonal at the beginning, and `act`, whose gain begins at 0.01.
@@ -39,7 +44,7 @@ class ObservationMlp(PreTrainedModel):
 
     def __init__(self, config: Any, outputs: int) -> None:
         super().__init__(config)
-        widths = [config.observation_size, *[config.hidden_size] * config.num_hidden_layers]
+        widths = [config.input_size, *[config.hidden_size] * config.num_hidden_layers]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.act = nn.Linear(config.hidden_size, outputs)
 

@@ -163,7 +163,7 @@ class TokenLog:
         return run[:fall]
 
     @staticmethod
-    def context_hash(tokens: Sequence[int]) -> int:
+    def context_hash(tokens: Sequence[int] | np.ndarray) -> int:
         """Of the text that a sample answers, never 0: a key whose task has changed finds nothing."""
         return zlib.crc32(np.asarray(tokens, np.int64).tobytes()) | 1
 

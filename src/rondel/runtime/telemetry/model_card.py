@@ -34,6 +34,9 @@ LOAD = {
     "logits_or_means = act(observation)  # [N, O] float32 -> [N, A]",
     "chunks": 'import torch\n\nact = torch.export.load("{name}/program.pt2").module()\n'
     "actions = act(observation, noise)  # [N, O], [N, H*A] of a standard normal -> [N, H, A]",
+    "vla": "import httpx  # its server: rondel serve {name}\n\n"
+    'asked = {{"observation": picture.reshape(-1).tolist(), "instruction": "..."}}  # [h, w, 3], 0 to 255\n'
+    'actions = httpx.post("http://127.0.0.1:8000/act", json=asked).json()["action"]  # [H, A]',
     "adapter": 'from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained("{name}")',
 }
 
@@ -64,7 +67,7 @@ def _kind_of(config: dict[str, Any]) -> str:
     """How a model is loaded, by its config: a name of `LOAD`."""
     if config.get("block_diffusion"):
         return "blocks"
-    kinds = {"mlp_policy": "control", "flow_policy": "chunks"}
+    kinds = {"mlp_policy": "control", "flow_policy": "chunks", "flow_vla": "vla"}
     kinds |= dict.fromkeys(("flow_mlp", "flow_dit", "flow_video"), "flow")
     return kinds.get(config.get("model_type", ""), "model")
 

@@ -48,10 +48,9 @@ class ActionRequest(StepRequest):
         return cls(request, done, seen, dim, chunk)
 
     @property
-    def log_key(self) -> list[int]:
-        """The bits of the observation: the log gives an action back only where the world shows the same."""
-        bits: list[int] = self.observation.view(np.int32).tolist()
-        return bits
+    def log_key(self) -> np.ndarray:
+        """The prompt and the bits of the observation: the log gives an action back only where the world shows the same."""
+        return np.concatenate([self.request.tokens, self.observation.view(np.int32)])
 
     @property
     def width(self) -> int:

@@ -16,6 +16,7 @@ from rondel.generate.engine.builtin.sampler import draw_uniform
 from rondel.generate.engine.control.action_request import ActionRequest
 from rondel.generate.engine.stepwise.continuous_engine import ContinuousEngine
 from rondel.models.noise import draw_normal
+from rondel.models.packed_steps import PackedSteps
 
 
 class ControlEngine(ContinuousEngine[ActionRequest]):
@@ -32,7 +33,9 @@ class ControlEngine(ContinuousEngine[ActionRequest]):
         else:
             noise = np.stack([draw_normal(key, 0, self.head.dim) for key in keys])
         temperature = np.array([own.request.sampling.temperature for own in answers], np.float32)
-        drawn, density = self.head.draw(np.stack([own.observation for own in answers]), temperature, noise)
+        seen = [own.observation[None] for own in answers]
+        steps = PackedSteps.of(seen, [own.request.tokens for own in answers], self.loaded.device)
+        drawn, density = self.head.draw(steps, temperature, noise)
         if not np.isfinite(density).all():
             raise EngineError("the density of an action is not finite: the model's weights have overflowed")
         return list(zip(drawn, density.tolist(), strict=True))

@@ -2,6 +2,7 @@
 
 POST /draw  {"prompt": "ring", "n": 4, "steps": 10, "temperature": 0, "seed": 0} -> {"points": [[...], ...], ...}
 POST /act   {"observation": [...], "temperature": 0, "seed": 0}                  -> {"action": ..., ...}
+            and "instruction": "catch the ball" where the observation is a picture
 """
 
 from __future__ import annotations
@@ -76,10 +77,11 @@ async def act(service: StepService, request: HttpRequest) -> dict[str, Any]:
     """An action for each observation: the number of one that is counted, its numbers, or a chunk of several [H, A]."""
     f = await fields_of(service, request)  # type: ignore[arg-type]
     seen, many = _read_observations(f, service.engine.head.observed, service.limits.samples)
+    given = _read_instruction(service, f)
     sampling, seed, rid = _read_draw(f, max_tokens=1)
     asked = []
     for i, observation in enumerate(seen):
-        one = _to_request([0], sampling, sample_key(seed, i, 0), rid, service.limits.deadline)
+        one = _to_request(given, sampling, sample_key(seed, i, 0), rid, service.limits.deadline)
         one.observation = observation
         asked.append(one)
     drawn = await service.draw_all(request, asked)
@@ -116,6 +118,15 @@ def _read_draw(f: RequestFields, *, max_tokens: int) -> tuple[Sampling, int, str
     f.read_string("model")
     f.refuse_unknown_fields()
     return Sampling(temperature=temperature, max_tokens=max_tokens), seed, rid
+
+
+def _read_instruction(service: StepService, f: RequestFields) -> list[int]:
+    """What stands before an observation."""
+    if not hasattr(service.engine.loaded.model.config, "frame"):
+        return [0]
+    if not (text := f.read_string("instruction")):
+        raise f.field_error("instruction", "it must say what the policy is to do, as task.env.instruction of the run")
+    return service.prompt_tokens(text)
 
 
 def _read_prompts(f: RequestFields, most: int) -> tuple[list[str], bool]:

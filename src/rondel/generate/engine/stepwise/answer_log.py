@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -26,7 +26,9 @@ class AnswerLog(ABC, Generic[A]):
     def restore(self, answer: A) -> None:
         """Mark a new answer, and give it what it had drawn in an earlier life."""
 
-    def recall(self, answer: A, prompt: list[int], first: int, numbers: int) -> Iterator[tuple[Any, np.ndarray]]:
+    def recall(
+        self, answer: A, prompt: Sequence[int] | np.ndarray, first: int, numbers: int
+    ) -> Iterator[tuple[Any, np.ndarray]]:
         """Marks it. -> the tokens of an earlier life from the first on, each with so many numbers of 32 bits beside it"""
         request = answer.request
         if self.log is None or not request.key or request.namespace or request.wants:

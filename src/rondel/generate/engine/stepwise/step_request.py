@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +19,7 @@ class StepRequest(Answer):
 
     @property
     @abstractmethod
-    def log_key(self) -> list[int]:
+    def log_key(self) -> Sequence[int] | np.ndarray:
         """Numbers that the log knows it by."""
 
     @property
