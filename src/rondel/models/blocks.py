@@ -30,11 +30,6 @@ def decoder_blocks(model: Any, decoder: Any) -> list[nn.Module]:
     return max(lists, key=len, default=[])
 
 
-def runs_twice(part: Any) -> bool:
-    """Whether a part of a layer is computed again in the backward pass (models/recompute.py), and nothing else is asked."""
-    return getattr(part, "runs_twice", False)
-
-
 def map_hidden(change: Callable[[Tensor], Tensor], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Of a call of a layer or a part of one, the hidden states, by place or by name, become something else."""
     if args:

@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from rondel.core.events import Warned, emit
 from rondel.models import cpu_kernels
 from rondel.models.attention import attention_layout
-from rondel.models.blocks import LIKE_LLAMA, runs_twice
+from rondel.models.blocks import LIKE_LLAMA
 from rondel.models.cpu_kernels import CODES, TILE
 from rondel.models.fp32_sums import narrow_norm
 from rondel.models.linear import has_tiles, is_alone, is_compared, is_installed, is_tracing, modules_alone
@@ -163,7 +163,7 @@ def _is_plain(layer: Any) -> bool:
     gated = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     own, gate = attention.__dict__.get("forward"), mlp.__dict__.get("forward")
-    if runs_twice(mlp):
+    if _runs_twice(mlp):
         gate = gate.args[0]
     return (
         all(is_installed(one) and not _has_hooks(one) for one in (*linears, *gated))
@@ -177,6 +177,11 @@ def _is_plain(layer: Any) -> bool:
         and all(_is_plain_weight(w, norms[0].weight.dtype) for half in _weights_of(layer) for w in half)
         and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
     )
+
+
+def _runs_twice(mlp: Any) -> bool:
+    """Whether a feed-forward part is computed again in the backward pass (models/recompute.py), and no more was asked."""
+    return getattr(mlp, "runs_twice", False)
 
 
 def _is_plain_weight(weight: Any, dtype: torch.dtype) -> bool:
@@ -230,7 +235,7 @@ def _back(layer: Any, attended: Tensor, stream: Tensor) -> Tensor:
     weights, eps = _weights_of(layer)[1], layer.post_attention_layernorm.variance_epsilon
     attended = attended.contiguous()
     if _wants_gradient(attended, stream, *weights):
-        out: Tensor = BackHalf.apply(eps, runs_twice(layer.mlp), attended, stream, *weights)
+        out: Tensor = BackHalf.apply(eps, _runs_twice(layer.mlp), attended, stream, *weights)
         return out
     return _back_forward(eps, attended, stream, weights, keep=False)[0]
 

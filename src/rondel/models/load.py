@@ -29,7 +29,7 @@ from rondel.models.blocks import decoder_blocks
 from rondel.models.cache_slots import install_cache_slots
 from rondel.models.compressed_attention import CompressedLayers, check_compressors, install_compressed_attention
 from rondel.models.control.kinds import FLOW_POLICY, FLOW_VLA, MLP_POLICY, MLP_WORLD
-from rondel.models.control.vla_backbone import load_backbone, with_backbone
+from rondel.models.control.vla_backbone import BACKBONES, load_backbone, with_backbone
 from rondel.models.deferred_weights import DeferredWeights, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.flow.kinds import FLOW_DIT, FLOW_MLP, FLOW_VIDEO, FLOWS
@@ -225,6 +225,25 @@ def _step_head(path: str | dict[str, Any]) -> type[StepHead] | None:
     return STEP_HEADS[kind]
 
 
+def _random_recipe(path: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """The table of a random model, with the config of its backbone where it has one, and
+    the tokenizer.
+    """
+    if path.get("random") == FLOW_VLA:
+        return with_backbone(path, _read_backbone)
+    return dict(path), random_tokenizer(path)
+
+
+def _read_backbone(backbone: str | dict[str, Any]) -> tuple[Any, Any, Any]:
+    if isinstance(backbone, dict):
+        tokenizer = random_tokenizer(backbone)
+        return random_config(dict(backbone), tokenizer), tokenizer, None
+    folder = model_folder(backbone)
+    with error_boundary(ModelError, f"loading the model '{backbone}'"):
+        tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+    return config, tokenizer, vision.sight_of(config, folder) if config.model_type in BACKBONES else None
+
+
 def _load_step_model(path: str | dict[str, Any], head: type[StepHead], dtype: str, device: str) -> LoadedModel:
     """In float32: densities in 16 bits overflow. There is no attention to prove."""
     if dtype not in ("auto", "float32"):
@@ -233,12 +252,12 @@ def _load_step_model(path: str | dict[str, Any], head: type[StepHead], dtype: st
         )
     tokenizer: Any
     if isinstance(path, dict):
-        recipe, tokenizer = with_backbone(path)
+        recipe, tokenizer = _random_recipe(path)
         name, config = f"random-{path['random']}", random_config(recipe, tokenizer)
         with error_boundary(ModelError, f"making a random '{path['random']}'"):
             torch.manual_seed(path.get("seed", 0))
             model = AutoModel.from_config(config)
-        load_backbone(model, path)
+        load_backbone(model, path, model_folder)
     else:
         path = name = str(Path(path).expanduser().resolve())
         with error_boundary(ModelError, f"loading the model '{path}'"):
@@ -298,7 +317,7 @@ def tokenizer_of(path: str | dict[str, Any]) -> tuple[Any, int, ImageProcessorCo
     if isinstance(path, str) and adapter_files.is_adapter(path):
         return tokenizer_of(adapter_files.base_of(path))
     if isinstance(path, dict):
-        recipe, tokenizer = with_backbone(path)
+        recipe, tokenizer = _random_recipe(path)
         config = _random_config(recipe, tokenizer)
         return tokenizer, _max_context(config.get_text_config()), vision.sight_of(config)
     folder = model_folder(path)
