@@ -19,8 +19,8 @@ from rondel.cli import export, main
 from rondel.core.errors import EnvError, UserError
 from rondel.driver import replay
 from rondel.generate.envs.control import Control
-from rondel.generate.envs.hosted_world import WorldSource
-from rondel.generate.envs.worlds import call_world, open_world
+from rondel.generate.envs.hosted_world import open_hosted
+from rondel.generate.envs.worlds import WorldSource, call_world, open_world
 from rondel.models.load import load_model
 from rondel.models.packed_steps import PackedSteps
 from rondel.runtime.journal import store
@@ -209,7 +209,7 @@ def test_a_run_over_processes_has_the_bits_of_one_without(tmp_path):
 
 
 def test_a_world_on_a_thread_that_breaks_is_an_error_of_the_world():
-    env, world = Control(threads=True), WorldSource("kits.control:Broken", {}).open()
+    env, world = Control(threads=True), open_hosted(WorldSource("kits.control:Broken", {}))
     with pytest.raises(EnvError, match="Broken' raised RuntimeError: a wheel"):
         asyncio.run(env._call(world.take, np.zeros((1, 2), np.float32), 1))
 

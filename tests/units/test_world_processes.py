@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from rondel.core.errors import ConfigError, EnvError
-from rondel.generate.envs.hosted_world import HostedWorld, WorldSource
+from rondel.generate.envs.hosted_world import HostedWorld, open_hosted
 from rondel.generate.envs.world_processes import ASKED, WorldProcesses
+from rondel.generate.envs.worlds import WorldSource
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: rondel[control]")
 
@@ -56,7 +57,7 @@ def test_episodes_in_two_processes_have_the_bits_of_those_here(processes, name, 
     assert len(processes.processes) == 2 and {p.worlds for p in processes.processes} == {ASKED + 1, ASKED + 2}
     for number, own in enumerate(found):
         for seed, told in zip((number, number + 100), own, strict=True):
-            wanted = asyncio.run(episode(source.open(), seed))
+            wanted = asyncio.run(episode(open_hosted(source), seed))
             assert [t[1:] for t in told] == [t[1:] for t in wanted]
             assert all(
                 np.array_equal(a[0], b[0]) and a[0].dtype == b[0].dtype for a, b in zip(told, wanted, strict=True)
@@ -69,7 +70,10 @@ def test_pictures_come_through(processes):
     async def look():
         return await (await processes.open(source)).reset(3)
 
-    assert np.array_equal(asyncio.run(look()), source.open().reset(3)) and source.open().spaces.observed == 20 * 24 * 3
+    assert (
+        np.array_equal(asyncio.run(look()), open_hosted(source).reset(3))
+        and open_hosted(source).spaces.observed == 20 * 24 * 3
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,12 @@ from typing import Any
 from rondel.core.errors import DataError
 from rondel.core.protocols import Chat
 from rondel.core.types import Request, Task, Trajectory
-from rondel.generate.envs.hosted_world import HostedWorld, WorldSource
+from rondel.generate.envs.hosted_world import HostedWorld, open_hosted
 from rondel.generate.envs.imagination import Imagination
 from rondel.generate.envs.stepped_episode import GIVEN, SteppedEpisode
 from rondel.generate.envs.tools import on_a_thread
 from rondel.generate.envs.world_processes import RemoteWorld, WorldProcesses
+from rondel.generate.envs.worlds import WorldSource
 
 World = HostedWorld | RemoteWorld
 
@@ -96,7 +97,7 @@ class Control:
     async def _open(self, source: WorldSource) -> World:
         if self.processes is not None:
             return await self.processes.open(source)
-        world: World = await self._call(source.open)
+        world: World = await self._call(open_hosted, source)
         return world
 
     async def _play(self, task: Task, chat: Any, world: World) -> SteppedEpisode:

@@ -17,7 +17,7 @@ from rondel.core.types import Completion, Task, Trajectory
 from rondel.generate.envs.control import Control
 from rondel.generate.envs.frame_worlds import FrameWorld
 from rondel.generate.envs.gym import Gym
-from rondel.generate.envs.hosted_world import HostedWorld, take_actions
+from rondel.generate.envs.hosted_world import HostedWorld, open_hosted, take_actions
 from rondel.generate.envs.stepped_episode import SteppedEpisode
 from rondel.generate.envs.token_worlds import TokenWorlds
 from rondel.generate.envs.worlds import call_world
@@ -81,7 +81,7 @@ class DemonstratedControl(Control):
         controller would do next, which the world does not take."""
         source = self.source_of(task)
         name = f"{source.name} {source.args}"
-        hosted = self.own.get(name) or self.own.setdefault(name, source.open())
+        hosted = self.own.get(name) or self.own.setdefault(name, open_hosted(source))
         world, spaces = hosted.world, hosted.spaces
         self.instruct(chat)
         played = SteppedEpisode(chat.trajectory, spaces.observed)

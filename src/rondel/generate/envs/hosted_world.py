@@ -11,23 +11,12 @@ from typing import Any
 import numpy as np
 
 from rondel.generate.envs.frame_worlds import open_frame_world
-from rondel.generate.envs.worlds import WorldSpaces, call_world, open_world
-
-Taken = tuple[np.ndarray, list[float], str]  # what it shows [O], what each action was paid, how the episode stands
+from rondel.generate.envs.worlds import Taken, WorldSource, WorldSpaces, call_world, open_world
 
 
-@dataclass(frozen=True, slots=True)
-class WorldSource:
-    """`WorldSource("CartPole-v1", {}).open()`. `pixels`: of a side of what it shows, at most; None: its observation."""
-
-    name: str
-    args: dict[str, Any]
-    pixels: int | None = None
-
-    def open(self) -> HostedWorld:
-        pixels = self.pixels
-        opened = open_world(self.name, self.args) if pixels is None else open_frame_world(self.name, self.args, pixels)
-        return HostedWorld(self.name, *opened)
+def open_hosted(source: WorldSource) -> HostedWorld:
+    made = open_world if source.pixels is None else partial(open_frame_world, pixels=source.pixels)
+    return HostedWorld(source.name, *made(source.name, source.args))
 
 
 @dataclass(frozen=True, slots=True)

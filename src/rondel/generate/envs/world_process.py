@@ -5,7 +5,7 @@ from __future__ import annotations
 from multiprocessing.connection import Connection
 
 from rondel.core.errors import EnvError, RondelError
-from rondel.generate.envs.hosted_world import HostedWorld
+from rondel.generate.envs.hosted_world import HostedWorld, open_hosted
 
 
 def serve_worlds(connection: Connection) -> None:
@@ -20,7 +20,7 @@ def serve_worlds(connection: Connection) -> None:
         found, error = None, None
         try:
             if verb == "open":
-                worlds[world] = given[0].open()
+                worlds[world] = open_hosted(given[0])
                 found = worlds[world].spaces
             elif verb == "close":
                 worlds.pop(world).close()

@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from rondel.core.errors import EnvError
-from rondel.generate.envs.hosted_world import Taken, WorldSource
-from rondel.generate.envs.worlds import WorldSpaces
+from rondel.generate.envs.worlds import Taken, WorldSource, WorldSpaces
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from multiprocessing.connection import Connection; "

@@ -38,6 +38,18 @@ def world_factory(name: str) -> Callable[..., Any]:
 OTHERS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "textarena": TextArena}
 
 
+Taken = tuple[np.ndarray, list[float], str]  # what it shows [O], what each action was paid, how the episode stands
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSource:
+    """What opens a world anywhere. `pixels`: of a side of what it shows, at most; None: its observation."""
+
+    name: str
+    args: dict[str, Any]
+    pixels: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class WorldSpaces:
     """What a world shows and takes, as numbers.
