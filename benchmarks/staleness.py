@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--seeds", type=int, default=3, choices=[1, 2, 3, 4, 5])
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=55)
     parser.add_argument("--warmup", type=int, default=230, help="steps of the supervised start")
     parser.add_argument("--final", type=int, default=128, help="groups that judge the final weights")
@@ -53,12 +54,13 @@ def main(argv: list[str] | None = None) -> None:
     lags: dict[str, list[float]] = {}
     highs: dict[str, list[float]] = {}
     rows = [(row, bound) for row in a.rows.split(",") for bound in a.bounds.split(",")]
-    runs = [(seed, row, bound, s) for seed in range(a.seeds) for row, bound in rows for s in a.staleness]
+    seeds = range(a.first_seed, a.first_seed + a.seeds)
+    runs = [(seed, row, bound, s) for seed in seeds for row, bound in rows for s in a.staleness]
     with (
         tempfile.TemporaryDirectory() as scratch,
         ProcessPoolExecutor(min(len(runs), len(os.sched_getaffinity(0))), get_context("fork")) as pool,
     ):
-        list(pool.map(begin, *zip(*[(Path(scratch), seed, a.warmup, a.set) for seed in range(a.seeds)])))
+        list(pool.map(begin, *zip(*[(Path(scratch), seed, a.warmup, a.set) for seed in seeds])))
         results = pool.map(judged, *zip(*[(Path(scratch), *run, a.steps, a.final, a.set) for run in runs]))
         for (seed, row, bound, s), (reward, lag, high) in zip(runs, results):
             name = run_name(row, bound, s)
