@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import typing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,27 @@ def test_a_layout_exists_where_a_recipe_can_ask_for_it():
         mesh = MeshConfig(pp=row.pp, shards=row.dp, cp=row.cp, tp=row.tp, ep=row.ep, chunks=row.chunks)
         assert row.is_supported and mesh.to_mesh(row.pp * row.dp * row.cp * row.tp) == row.mesh, row.name
     assert any(row.ep > 1 < row.pp for row in rows) and any(row.tp > 1 < row.ep for row in rows)
+
+
+def test_layouts_that_the_trainer_refuses_come_last_and_are_marked(capsys, tmp_path):
+    """Indexers that choose keys lie whole on every rank, and a base in 4 bits is not cut."""
+    config = {
+        "model_type": "deepseek_v32", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129280, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
+        "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    setting = what_if([f"model={tmp_path}", "gpus=512", "hardware=h200", "recompute=layers"])
+    assert setting.shape.indexer.layers == 61
+    rows = parallel_layouts(setting)
+    assert [row.is_supported for row in rows] == sorted((row.tp * row.pp == 1 for row in rows), reverse=True)
+    assert {row.is_supported for row in rows} == {True, False}
+    whole = parallel_layouts(replace(what_if(["model=14b", "gpus=8"]), four_bits=True))
+    assert {(row.tp > 1, row.is_supported) for row in whole} == {(False, True), (True, False)}
+    megatron = parallel_layouts(what_if(["model=235b-a22b", "gpus=16", "megatron=yes"]))
+    assert all(row.is_supported == (row.ep == row.tp == 1) for row in megatron)
 
 
 def test_a_policy_is_printed_once(capsys):

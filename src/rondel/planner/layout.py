@@ -44,8 +44,7 @@ class ParallelLayout:
     chunks: int = 1  # of each stage of pp
     overlap: bool = False  # rows of tp travel beside products
     ring: bool = False  # keys and values of cp go round a ring
-
-    is_supported = True  # Rondel trains in all of them
+    is_supported: bool = True  # Rondel trains this model in it
 
     @property
     def mesh(self) -> Mesh:
@@ -70,7 +69,9 @@ class ParallelLayout:
 
 
 def parallel_layouts(setting: Workload) -> list[ParallelLayout]:
-    """All that the shape allows on the devices that train: those that fit first, by estimated time."""
+    """All that the shape allows on the devices that train: those that Rondel trains in first, of them those that fit, by
+    estimated time.
+    """
     s, devices = setting.shape, setting.train_devices
     found = []
     for tp in powers_of_two(min(devices, setting.hardware.in_node, s.heads)):
@@ -87,7 +88,14 @@ def parallel_layouts(setting: Workload) -> list[ParallelLayout]:
                 experts = [n for n in powers_of_two(dp * cp * tp) if s.experts % n == 0] if s.experts else [1]
                 chunks = [v for v in CHUNKS if pp * v <= s.layers] if pp > 1 else [1]
                 found += [_make_layout(setting, dp, tp, pp, cp, ep, v) for ep in experts for v in chunks]
-    return sorted(found, key=lambda row: (not row.fits, row.seconds))
+    return sorted(found, key=lambda row: (not row.is_supported, not row.fits, row.seconds))
+
+
+def _is_supported(setting: Workload, tp: int, pp: int, ep: int) -> bool:
+    """Whether the trainer takes it, as train/mesh_checks.py and models/megatron/layers.py know once a model is loaded."""
+    s = setting.shape
+    uncut = (s.indexer.layers > 0 and tp * pp > 1) or (setting.four_bits and tp > 1)
+    return not (uncut or (setting.megatron and (ep > 1 or (s.experts > 0 and tp > 1))))
 
 
 def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int, chunks: int) -> ParallelLayout:
@@ -154,6 +162,7 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int,
         chunks,
         setting.overlap and tp > 1,
         ring,
+        _is_supported(setting, tp, pp, ep),
     )
 
 
