@@ -92,6 +92,10 @@ MESHES = [
     "pp=2,shards=2",
     "pp=2,tp=2",
     "pp=2,cp=2",
+    "replicas=2,tp=2",
+    "replicas=2,cp=2",
+    "pp=2,replicas=2",
+    "shards=2,tp=2,sp=false",
 ]
 ROWS = ["grpo", "gspo", "ppo", "dapo", "reinforce_pp"]
 

@@ -12,6 +12,7 @@ import torch
 
 from kits.runs import final, run, run_and_die
 from kits.sweeps import covering
+from rondel.runtime.telemetry.card import card_of
 
 pytestmark = pytest.mark.slow
 STEPS = {"loop__warmup__steps": 2, "loop__steps": 5, "run__checkpoint__every": 4, "place__kind": "split"}
@@ -71,6 +72,8 @@ def ends_alike(a: dict, b: dict, *, mixture: bool) -> None:
 def test_five_steps_on_a_mesh_end_where_one_rank_ends(ended, name):
     one = {"ep": "one rank for ep", "tp adapter": "one adapter"}.get(name, "one")
     ends_alike(final(ended(name)), final(ended(one)), mixture=name == "ep")
+    told = [("mesh { " in str(card_of(ended(which)))) for which in (name, one)]
+    assert told == [True, False], "what the card says of the ranks"
     if name == "cp ring":
         assert "train/shared_tokens" in (ended(name) / "journal.jsonl").read_text()
 

@@ -50,6 +50,7 @@ def facts_of(parts: Components) -> dict[str, Any]:
         "devices": devices_of(job),
         **({"device_bytes": torch.cuda.get_device_properties(0).total_memory} if on_gpu else {}),
         "place": parts.placed.where,
+        "mesh": str(job.place.mesh.to_mesh(job.place.ranks)) if job.place.ranks > 1 else "",
         "dtypes": {
             "compute": str(known.dtype).removeprefix("torch."),
             "master": "float32",

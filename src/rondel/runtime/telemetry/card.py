@@ -280,7 +280,7 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
     return {
         "framework": _format_facts(facts.get("versions")),
         "engine and topology": f"engine {recipe_value('engine.kind')}, placement {recipe_value('place.kind')}, {facts.get('device', UNKNOWN)}, "
-        f"{facts.get('place', UNKNOWN)}",
+        f"{facts.get('place', UNKNOWN)}{_mesh_words(facts.get('mesh'))}",
         "precision and what enforces consistency": f"{_format_facts(facts.get('dtypes'))}; {kernels}one model definition on both sides; "
         f"{gap}; {probe}" + ("" if form.startswith("none") else f"; weights in {form}{correction_sentence(done)}"),
         "on-policy or measured lag": f"{_summarize_lag(lags)}; cap {recipe_value('loop.max_staleness')}",
@@ -296,6 +296,11 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
         "multi-turn budgets": f"environment {env}, {turns} of at most {recipe_value('engine.sampling.max_tokens')} tokens",
         "where the time went": _format_facts(time_shares(done)) if done else "no step was finished",
     }
+
+
+def _mesh_words(mesh: str | None) -> str:
+    """How the ranks of a trainer lie, where there are several."""
+    return f", mesh {mesh}" if mesh else ""
 
 
 def correction_sentence(done: Events) -> str:
