@@ -103,8 +103,8 @@ def test_a_killed_run_ends_with_the_same_bits(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep  # tests/e2e/test_flows.py has such a run; what blocks are is in the next of their own
 def test_stale_steps_apart_keep_the_books(tmp_path):
     own = {"loop__warmup__steps": 2, "loop__steps": 3, "loop__max_staleness": 1, "place__kind": "split"}
     run(tmp_path / "run", recipe=BLOCKS, place__cluster="local", **own)
-    check(tmp_path / "run", staleness=1, total=5)
+    rows = check(tmp_path / "run", staleness=1, total=5)
+    assert max(row["trained_at"] - row["born"] for row in rows) == 1

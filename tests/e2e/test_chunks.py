@@ -71,7 +71,6 @@ def test_a_step_is_recomputed_from_its_stored_rollouts(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep  # tests/e2e/test_control.py kills one of single actions, by the same log
 def test_a_killed_run_ends_with_the_same_bits(folder, tmp_path):
     """Law 9: chunks that were drawn come from the log, the others are drawn again by their keys."""
     assert run_and_die(tmp_path / "run", ("StepDone", 2), **WORLD) == -9

@@ -36,12 +36,10 @@ def test_ledger_versions_and_lag_are_those_of_any_run(folder):
     assert all(e["metrics"]["train/gap_max"] < 1e-6 for e in events(folder, "StepDone") if e["step"] > 4)
 
 
-@pytest.mark.slow
-def test_the_stored_points_are_those_that_were_drawn(folder):
-    """Law 5, of points: a chain has no gap, and its recorded densities are those of the weights that drew it."""
-    [checkpoint] = [path for path in (folder / "checkpoints").iterdir() if path.name == "step-000009"]
-    loaded, seen = load_model(str(checkpoint)), 0
-    for group in store.groups_of(store.read_step(folder, 10)):
+def assert_stored_as_drawn(folder, step):
+    """Law 5: a chain has no gap, and its recorded densities are those of the weights that drew it."""
+    loaded, seen = load_model(str(folder / "checkpoints" / f"step-{step - 1:06d}")), 0
+    for group in store.groups_of(store.read_step(folder, step)):
         for t in group.trajectories:
             assert (t.steps.x[1:] == t.steps.drawn[:-1]).all() and isinstance(t.score, Score)
             prompt = [token for token, wrote in zip(t.tokens, t.mask) if not wrote]
@@ -50,6 +48,17 @@ def test_the_stored_points_are_those_that_were_drawn(folder):
             assert density.tolist() == [p for p, wrote in zip(t.logprobs, t.mask) if wrote]
             seen += 1
     assert seen == 16
+
+
+def chains(folder):
+    """Of each stored step, each group: what its trajectories have drawn."""
+    stored = [store.groups_of(store.read_step(folder, step)) for step in store.stored_steps(folder)]
+    return [[[t.steps for t in group.trajectories] for group in groups] for groups in stored]
+
+
+@pytest.mark.slow
+def test_the_stored_points_are_those_that_were_drawn(folder):
+    assert_stored_as_drawn(folder, 10)
 
 
 @pytest.mark.slow
@@ -152,21 +161,25 @@ def test_a_killed_run_ends_with_the_same_bits(folder, tmp_path):
     ours, theirs = final(tmp_path / "run"), final(folder)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert steps(tmp_path / "run") == steps(folder)
-    for step in store.stored_steps(folder):
-        mine, whole = (store.groups_of(store.read_step(f, step)) for f in (tmp_path / "run", folder))
-        assert [[t.steps for t in g.trajectories] for g in mine] == [[t.steps for t in g.trajectories] for g in whole]
+    assert chains(tmp_path / "run") == chains(folder)
+
+
+def transformer(recipe):
+    """Settings of a small run of images or of videos."""
+    changes = {"recipe": recipe, "model__path__num_hidden_layers": 1, "model__path__num_attention_heads": 2}
+    if recipe == DIGITS:
+        pytest.importorskip("sklearn", reason="scikit-learn is not installed: rondel[digits]")
+        return changes
+    # nothing moves yet as a prompt says
+    return changes | {"task__reward": {"kind": "near", "points": [[1.0] * 64], "width": 9.0}}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [DIGITS, VIDEO], ids=["digits", "video"])
 def test_a_killed_run_of_a_transformer_ends_with_the_same_bits(recipe, tmp_path):
-    """Law 9, of images and of videos: a killed step of RL is drawn again by its keys, and paid again by its reward."""
-    changes = {"recipe": recipe, "model__path__num_hidden_layers": 1, "model__path__num_attention_heads": 2}
-    changes |= {"loop__warmup__steps": 2, "loop__steps": 4}
-    if recipe == DIGITS:
-        pytest.importorskip("sklearn", reason="scikit-learn is not installed: rondel[digits]")
-    else:  # nothing moves yet as a prompt says
-        changes |= {"task__reward": {"kind": "near", "points": [[1.0] * 64], "width": 9.0}}
+    """Law 9, of images and of videos: a killed step of RL is drawn again by its keys, and paid again by its reward, and
+    what is stored of it was drawn (law 5)."""
+    changes = transformer(recipe) | {"loop__warmup__steps": 2, "loop__steps": 4}
     run(tmp_path / "whole", **changes)
     assert run_and_die(tmp_path / "run", ("StepDone", 5), **changes) == -9
     run(tmp_path / "run", **changes)
@@ -174,12 +187,18 @@ def test_a_killed_run_of_a_transformer_ends_with_the_same_bits(recipe, tmp_path)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert steps(tmp_path / "run") == steps(tmp_path / "whole")
     check(tmp_path / "run", staleness=0, total=6)
+    assert_stored_as_drawn(tmp_path / "run", 4)
+    assert chains(tmp_path / "run") == chains(tmp_path / "whole")
 
 
 @pytest.mark.slow
-def test_stale_steps_apart_keep_the_books(tmp_path):
-    run(tmp_path / "run", recipe=FLOW, loop__max_staleness=1, place__kind="split", place__cluster="local")
-    check(tmp_path / "run", staleness=1, total=10)
+@pytest.mark.parametrize("recipe", [FLOW, DIGITS, VIDEO], ids=["points", "digits", "video"])
+def test_stale_steps_apart_keep_the_books(recipe, tmp_path):
+    """Laws 1 and 2 with S = 1."""
+    changes = {"recipe": FLOW} if recipe == FLOW else transformer(recipe) | {"loop__warmup__steps": 2, "loop__steps": 3}
+    run(tmp_path / "run", **changes, loop__max_staleness=1, place__kind="split", place__cluster="local")
+    rows = check(tmp_path / "run", staleness=1, total=10 if recipe == FLOW else 5)
+    assert max(row["trained_at"] - row["born"] for row in rows) == 1
 
 
 @pytest.mark.slow

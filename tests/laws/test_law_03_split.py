@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from kits import algos
 from kits.algos import AGGREGATES, FORMULAS_ONLY, SPLIT_ROWS, Ragged, lively, relative_difference, rows
 from kits.blocks import block_model, unmasked_groups
-from kits.flows import flow, flown_groups
+from kits.flows import FLOWS, drawn_groups, flow
 from kits.sweeps import covering
 from kits.train import apart, awkward_groups, batch, bits, gradient, make_stale, model, row, shuffled, step, trainer
 from rondel.algos import aggregate, correction, table
@@ -87,11 +87,18 @@ def test_the_gradient_is_the_same_for_any_split(kind, name):
 
 
 @pytest.mark.parametrize("kind", ["k3", "closed_form"])
-def test_the_gradient_over_points_is_the_same_for_any_split(kind):
+@pytest.mark.parametrize(
+    "drawn", ["points", *(pytest.param(name, marks=pytest.mark.slow) for name in FLOWS if name != "points")]
+)
+def test_the_gradient_over_points_is_the_same_for_any_split(drawn, kind):
+    """Of points, images and videos, by a policy that has left its reference and what drew the chains."""
     algo = row("flow_grpo", kl={"coef": 0.1, "kind": kind}, surrogate={"low": 0.5, "high": 0.5})
-    t, b = trainer(flow(), algo), batch(flown_groups(), algo)
+    loaded = flow(**FLOWS[drawn])
+    t, b = trainer(loaded, algo), batch(drawn_groups(loaded, [[1, 9, 2], [4], [5, 5, 1], [7, 3]]), algo)
+    with torch.no_grad():
+        loaded.model.leave.weight.mul_(1.1)
     whole = gradient(t, b, algo)
-    assert whole.norm() > 1e-3
+    assert whole.norm() > 1e-3 and apart(gradient(t, b, replace(algo, kl=replace(algo.kl, coef=0.0))), whole) > 1e-3
     cuts = [gradient(t, b, algo, micro_tokens=n) for n in (1, 13, 40)]
     cuts += [gradient(t, shuffled(b, seed, whole_groups=not seed), algo, micro_tokens=25) for seed in (0, 1)]
     assert max(apart(cut, whole) for cut in cuts) <= TOLERANCE

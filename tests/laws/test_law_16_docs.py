@@ -399,6 +399,17 @@ def test_every_named_link_leads_to_its_name():
     assert wrong == []
 
 
+def swept_tests(path: Path) -> set[str]:
+    """Tests of a file of which `make test` runs no case."""
+    tests = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
+    return {test.name for test in tests if "pytest.mark.sweep" in map(ast.unparse, test.decorator_list)}
+
+
+def test_no_test_that_proves_a_law_is_left_to_the_sweeps():
+    links = [link for link in named_links() if link[0] == "design.md" and link[3].startswith("test_")]
+    assert len(links) > 80 and [(file, name) for _, file, path, name in links if name in swept_tests(path)] == []
+
+
 def test_the_laws_are_numbered_and_whoever_cites_one_finds_it():
     """Every `law N` in code, tests and docs is in docs/design.md, and every law there names its test."""
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")

@@ -167,6 +167,56 @@ def test_a_step_of_ddrl_has_the_gradient_of_its_paper():
     assert float((torch.cat(kept) - wanted).norm()) <= 1e-5 * float(wanted.norm())
 
 
+@pytest.mark.parametrize("low, high", [(0.002, 0.004), (1e-4, 1e-4)])
+def test_an_update_of_flow_grpo_has_the_gradient_of_its_paper(low, high):
+    """arXiv:2505.05470, of the second of two updates on a step, where ratios have left 1 and the policy its reference:
+    -min(r·A, clip(r)·A) + beta·(mean - mean_ref)² / (2·std²) of each SDE step, meaned over its dimensions, the steps of its
+    chain and the chains; written out from the module's velocities alone.
+    """
+    bounds, beta, chains = {"low": low, "high": high}, 0.3, flown_groups()
+    row = resolve_algorithm({"kind": "flow_grpo", "surrogate": bounds, "kl": {"kind": "closed_form", "coef": beta}})
+    ours, found = trainer(flow(), row, epochs=2), []
+
+    def keep_and_move(**how):
+        found.append(torch.cat([m.grad.double().flatten() for m in ours.weights.masters]))
+        with torch.no_grad():
+            ours.loaded.model.leave.weight.mul_(1.01)
+        return 0.0
+
+    ours.weights.step = keep_and_move
+    asyncio.run(ours.step(batch_of(chains), row))
+    assert len(found) == 2
+
+    first, second = flow().model, flow().model
+    with torch.no_grad():
+        second.leave.weight.mul_(1.01)
+
+    def means(module, t, rows):
+        prompt = torch.tensor(list(t.tokens[: len(t.tokens) - len(rows)]))
+        condition = module.condition(prompt, torch.tensor([0])).expand(len(rows), -1)
+        return rows[:, 5:6] * rows[:, :2] + rows[:, 6:7] * module.forward(rows[:, :2], rows[:, 4], condition)
+
+    def density(mean, rows):
+        z = (rows[:, 2:4] - mean) / rows[:, 7:]
+        return (-(z**2) / 2 - rows[:, 7:].log() - math.log(2 * math.pi) / 2).mean(1)
+
+    loss, held, count = torch.zeros(()), [], sum(len(g.trajectories) for g in chains)
+    for group in chains:
+        rewards = np.array([t.reward for t in group.trajectories])
+        spread = rewards.std(ddof=1) if len(rewards) > 1 else 0.0
+        for t, advantage in zip(group.trajectories, (rewards - rewards.mean()) / (spread + 1e-6)):
+            rows, a = torch.from_numpy(t.steps.rows), float(advantage)
+            mean, before = means(second, t, rows), means(first, t, rows).detach()
+            ratio = (density(mean, rows) - density(before, rows)).exp()
+            gain = torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
+            kl = ((mean - before) ** 2 / (2 * rows[:, 7:] ** 2)).mean(1)  # the reference is the policy before the step
+            loss = loss + (beta * kl - gain).mean() / count
+            held += (gain < ratio * a).tolist()
+    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(second.parameters()))]).double()
+    assert 0 < sum(held) < len(held) and float(wanted.norm()) > 1e-2
+    assert float((found[1] - wanted).norm()) <= 1e-5 * float(wanted.norm())
+
+
 def test_ddpo_without_a_window_whitens_the_step():
     rewards = tensor(0.0, 3.0, 1.0, 5.0, -2.0)
     found = PromptNorm(window=0, eps=1e-8)(scored(rewards, torch.tensor([4, 4, 1, 1, 1])))

@@ -107,7 +107,7 @@ KINDS = {  # where tokens, points, actions and blocks are drawn, and a row that 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", covering(KINDS, {"critic", "points"}, fast=["points"]))
+@pytest.mark.parametrize("kind", covering(KINDS, {"critic", "points", "actions"}, fast=["points"]))
 def test_old_steps_are_trained_beyond_the_bound_of_fresh_ones(kind, tmp_path):
     """S = 0, and groups come back up to 4 versions old: with the log-probabilities that drew them, once each, not counted
     again (laws 1 and 2), and the same numbers from the stored rollouts (law 9)."""
