@@ -144,7 +144,7 @@ def refuse_text_model(name: str | dict[str, Any], sight: ImageProcessorConfig | 
     """ConfigError for an encoder of a model that looks at nothing."""
     if sight is None:
         raise ConfigError(
-            f"an encoder process for '{name}': the model reads text alone. Leave out encoders, or take a vision-language "
-            "model",
+            f"an encoder process for '{name}': the model reads text alone. Leave out encoders, or take a "
+            "vision-language model",
             page=PAGE,
         )

@@ -233,7 +233,8 @@ class EngineRanks:
 
 
 def end_process(why: str) -> None:
-    """An engine without one of its ranks is of no use: who started this process hears it end, and reads why in its log."""
+    """An engine without one of its ranks is of no use: who started this process hears it end,
+    and reads why in its log."""
     print(why, file=sys.stderr, flush=True)
     os._exit(1)
 

@@ -54,8 +54,9 @@ def run(
 
     search: task.env = { kind = "search", corpus = FOLDER } searches it, and task.data = { kind = "search_questions",
     corpus = FOLDER } asks. Nothing is installed; downloads are kept in FOLDER/packages. repositories: each task is
-    written if its solution scores 1 and the untouched repository less; check exits with 1 if one does not. shop: task.env = { kind = "shop", path = FOLDER } is
-    the shop, and task.data = { kind = "shop_tasks", path = FOLDER } its users.
+    written if its solution scores 1 and the untouched repository less; check exits with 1 if one does not. shop:
+    task.env = { kind = "shop", path = FOLDER } is the shop, and task.data = { kind = "shop_tasks",
+    path = FOLDER } its users.
     """
     if family is TaskFamily.check:
         check_repositories(path, format, checkouts, as_json)

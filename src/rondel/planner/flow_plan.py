@@ -1,4 +1,5 @@
-"""The whole answer to one setting of a flow, as plain data under the names that `make_plan` has, and the same in words."""
+"""The whole answer to one setting of a flow, as plain data under the names that `make_plan` has,
+and the same in words."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ class AlgorithmConfig(ConfigSection):
     distill: dict[str, Any] = Field(
         {},
         description="a teacher's opinion of every token: distill, early, gated, full (with beta and top); they need "
-        "model.teacher. criteria: credit by parts of the reward, with a hint for each in model.teacher. observations: learn "
-        "what tools sent back. coef",
+        "model.teacher. criteria: credit by parts of the reward, with a hint for each in model.teacher. observations: "
+        "learn what tools sent back. coef",
     )
     value: dict[str, Any] = Field({}, description="what a critic minimises: clip")
     terms: list[dict[str, Any]] = Field(

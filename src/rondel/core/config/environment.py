@@ -118,7 +118,8 @@ class ShopConfig(BaseModel):
     user: str = Field(
         "scripted",
         description='who the customer is: "scripted"; "policy", the agent "user", by the weights of [policies.user] (frozen '
-        'or trained) or else by those that are trained; or a model at an OpenAI-shaped address, "http://127.0.0.1:8000/v1"',
+        "or trained) or else by those that are trained; or a model at an OpenAI-shaped address, "
+        '"http://127.0.0.1:8000/v1"',
     )
     user_model: str = Field("", description="the server's name of that model")
     user_score: Literal["goal", "hard", "shared"] | None = Field(
@@ -326,9 +327,9 @@ class EpisodeConfig(BaseModel):
     drift: Literal["keep", "branch", "refuse"] = Field(
         "keep",
         description="where the chat template would write the conversation so far in other tokens than those that stand "
-        'there (Qwen3 drops earlier thoughts): "keep" goes on from what was written, "branch" begins another trajectory '
-        'of the episode with what it writes, "refuse" ends the episode as a fault of the environment; every kind is '
-        "counted",
+        'there (Qwen3 drops earlier thoughts): "keep" goes on from what was written, "branch" begins another '
+        'trajectory of the episode with what it writes, "refuse" ends the episode as a fault of the environment; every '
+        "kind is counted",
     )
 
 

@@ -33,8 +33,8 @@ class OversampleConfig(SettingsTable):
     def _check_late(self) -> OversampleConfig:
         if self.__dict__["late"] == "retry" and not self.__dict__["groups"]:
             raise ValueError(
-                'late = "retry" has no effect: without groups beyond the step\'s no group is ever late, it is waited for. '
-                "Set groups, or remove it"
+                'late = "retry" has no effect: without groups beyond the step\'s no group is ever late, it is waited '
+                "for. Set groups, or remove it"
             )
         return self
 

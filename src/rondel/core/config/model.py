@@ -48,8 +48,8 @@ def check_context(context: str) -> None:
         raise ValueError(f"context = {context!r}: {{{odd[0]}}} is no name of a field, as {{answer}} is")
     if not names or context.strip() == "{prompt}":
         raise ValueError(
-            f"context = {context!r} tells nothing of the task but its prompt, or not even that: write {{prompt}} with a "
-            "hint, or name a field of the task, as {answer}, or {solution}"
+            f"context = {context!r} tells nothing of the task but its prompt, or not even that: write {{prompt}} with "
+            "a hint, or name a field of the task, as {answer}, or {solution}"
         )
 
 
@@ -114,8 +114,8 @@ class NumberFormatConfig(SettingsTable):
     trainer: Literal["whole", "rounded"] = Field(
         "whole",
         description="whole: trainer and reference compute with whole weights (quantised rollouts), and the row has to "
-        'weigh tokens by both: algo.correction.kind = "importance", or algo.ratio.anchor = "behavior"; rounded: with what '
-        "the format decodes to, as the name of a format alone says",
+        'weigh tokens by both: algo.correction.kind = "importance", or algo.ratio.anchor = "behavior"; rounded: with '
+        "what the format decodes to, as the name of a format alone says",
     )
     held: Literal["decoded", "encoded"] = Field(
         "decoded",
@@ -187,7 +187,8 @@ class ModelConfig(ConfigSection):
         return self.format if isinstance(self.format, str) else self.format.engine
 
     def on_one_module(self) -> ModelConfig:
-        """The same where engine and trainer read one module: what both round is held decoded, as the trainer needs it."""
+        """The same where engine and trainer read one module: what both round is held decoded,
+        as the trainer needs it."""
         if not self.engine_holds_codes or self.rollout_format != "none":
             return self
         return self.model_copy(update={"format": self.engine_format})

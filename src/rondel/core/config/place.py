@@ -234,7 +234,8 @@ class PlaceConfig(ConfigSection):
         several = engines if isinstance(engines, int) else each["count"]
         if shared and several > 1:
             raise ValueError(
-                f'engines = {several} with kind = "shared": there is one engine a rank; leave it out, or use kind = "split"'
+                f'engines = {several} with kind = "shared": there is one engine a rank; leave it out, '
+                'or use kind = "split"'
             )
         sizes = _sizes(
             *(each.get(key, none) for key, none in (("tp", 1), ("dp", 1), ("prefill", False), ("encoders", 0)))
@@ -244,8 +245,8 @@ class PlaceConfig(ConfigSection):
             raise ValueError(f"engines: {' with '.join(apart)} is not supported; leave one of them out")
         if (dp := each.get("dp", 1)) > 1 and each["ep"] != dp:
             raise ValueError(
-                f"engines: dp = {dp} with ep = {each['ep']}: processes with requests of their own share the experts of a "
-                f"mixture; set ep = {dp}, or use engines = {{ count = {dp} }} for engines that share nothing"
+                f"engines: dp = {dp} with ep = {each['ep']}: processes with requests of their own share the experts of "
+                f"a mixture; set ep = {dp}, or use engines = {{ count = {dp} }} for engines that share nothing"
             )
         if dp == 1 and each.get("ep", 1) not in (1, each.get("tp", 1)):
             raise ValueError(

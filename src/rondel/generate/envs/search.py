@@ -53,8 +53,8 @@ class Search(Tools):
         """
         if missing := [name for name in ("queries", "passages", "answer") if not task.data.get(name)]:
             raise DataError(
-                f"{task.id} has no {', '.join(missing)}, which gold replies are written from: tasks of task.data.kind = "
-                '"search_questions" have them'
+                f"{task.id} has no {', '.join(missing)}, which gold replies are written from: tasks of task.data.kind "
+                '= "search_questions" have them'
             )
         queries, passage, answer = task.data["queries"], task.data["passages"][0], str(task.data["answer"])
         calls = [self._write_call("search", query, query=query) for query in queries]

@@ -190,7 +190,8 @@ class RayJobScheduler:
 
 
 def run_tool(tool: str, *words: str, forgives: str | None = None) -> str:
-    """Its standard output; "" if it refuses with words that hold `forgives` (squeue: a number that it has forgotten)."""
+    """Its standard output; "" if it refuses with words that hold `forgives` (squeue:
+    a number that it has forgotten)."""
     try:
         done = subprocess.run(
             [find_tool(tool), *words], capture_output=True, text=True, timeout=DEADLINE, stdin=subprocess.DEVNULL

@@ -124,7 +124,8 @@ class Shop(Tools):
         return read_line_calls(done.text or "") if self.short else await super()._read_calls(done, chat)
 
     def _result_messages(self, calls: list[ToolCall], results: list[str]) -> Messages:
-        """What tools returned; the marks that templates write around it are many letters for a model that reads letters."""
+        """What tools returned; the marks that templates write around it are many letters for a model
+        that reads letters."""
         if self.short:
             return [{"role": "user", "content": "\n".join(results)}]
         return [{"role": "tool", "name": call.name, "content": text} for call, text in zip(calls, results)]
