@@ -39,7 +39,9 @@ class MultiPolicyTrainer:
     another row than the run's.
     """
 
-    def __init__(self, each: Mapping[str, Trainer], rows: Mapping[str, Algorithm] | None = None) -> None:
+    def __init__(
+        self, each: Mapping[str, Trainer[TrainBatch, Algorithm | Mixture]], rows: Mapping[str, Algorithm] | None = None
+    ) -> None:
         self.each: dict[str, Any] = dict(each)
         self.rows = dict(rows or {})
         self._published: dict[str, Manifest] = {}
