@@ -35,8 +35,8 @@ def run(
     source: Annotated[
         CorpusSource,
         typer.Option(
-            help="Of search. debian: documentation packages, 51 MB to download; python: docstrings of what is installed; "
-            "tables: short facts of the standard library; auto: debian where apt-get is there, else python."
+            help="Of search. debian: documentation packages, 51 MB to download; python: docstrings of what is "
+            "installed; tables: short facts of the standard library; auto: debian where apt-get is there, else python."
         ),
     ] = CorpusSource.auto,
     most: Annotated[int | None, typer.Option(min=1, help="Of search: most passages.")] = None,

@@ -172,7 +172,8 @@ DEVICES = {
         0.003,
         0.0005,
         0.0003,
-        source="arithmetic: 8 cores x 3.5 GHz x 32 fp32 operations (AVX2), two channels of DDR5-4800; counted twice for bf16, which such a CPU has not",
+        source="arithmetic: 8 cores x 3.5 GHz x 32 fp32 operations (AVX2), two channels of DDR5-4800; counted twice "
+        "for bf16, which such a CPU has not",
     ),
     "cpu": Hardware(
         "cpu",

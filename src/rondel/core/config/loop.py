@@ -47,8 +47,8 @@ class ReplaysConfig(SettingsTable):
         None,
         ge=1,
         le=1000,
-        description="versions that a group may be old when it comes back; unset, max_staleness. More than that needs a row "
-        "that weighs, masks or drops by who drew a token",
+        description="versions that a group may be old when it comes back; unset, max_staleness. More than that needs a "
+        "row that weighs, masks or drops by who drew a token",
     )
 
     @model_validator(mode="after")

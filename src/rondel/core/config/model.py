@@ -67,8 +67,9 @@ class TeacherConfig(BaseModel):
     source: str | None = Field(None, description="the source whose tasks it teaches; unset, all")
     context: str | None = Field(
         None,
-        description="what it reads instead of the prompt: {prompt}, any field of the task, as {answer}, and {solution}, "
-        "the best other answer of the group; without path and url it is the policy itself, as the step begins",
+        description="what it reads instead of the prompt: {prompt}, any field of the task, as {answer}, and "
+        "{solution}, the best other answer of the group; without path and url it is the policy itself, "
+        "as the step begins",
     )
 
     @model_validator(mode="after")
@@ -103,7 +104,8 @@ class VisionConfig(SettingsTable):
     )
     image_tokens: Count | Literal["auto"] = Field(
         "auto",
-        description="most tokens of one image or step of a video, scaled down to it; auto: what the model's own settings say",
+        description="most tokens of one image or step of a video, scaled down to it; auto: "
+        "what the model's own settings say",
     )
 
 
@@ -119,8 +121,8 @@ class NumberFormatConfig(SettingsTable):
     )
     held: Literal["decoded", "encoded"] = Field(
         "decoded",
-        description="what the engine keeps of its linear layers: numbers in the model's dtype, or codes and scales, which "
-        "are decoded for each product: less memory, slower on a CPU, the same numbers up to rounding",
+        description="what the engine keeps of its linear layers: numbers in the model's dtype, or codes and scales, "
+        "which are decoded for each product: less memory, slower on a CPU, the same numbers up to rounding",
     )
 
     @field_validator("engine")
@@ -150,8 +152,9 @@ class ModelConfig(ConfigSection):
         discriminator=Discriminator(
             lambda given: "[table]" if isinstance(given, (dict, NumberFormatConfig)) else "text"
         ),
-        description="number format of the layers' matrices, in engine, trainer and reference alike: rounded to it at every "
-        'update, while their masters stay whole (quantisation-aware training); or `{ engine = "fp8" }`: the engine\'s '
+        description="number format of the layers' matrices, in engine, trainer and reference alike: rounded to it at "
+        'every update, while their masters stay whole (quantisation-aware training); or `{ engine = "fp8" }`: '
+        "the engine's "
         "alone (quantised rollouts)",
     )
     adapter: AdapterConfig = Field(

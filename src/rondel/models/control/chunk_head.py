@@ -11,8 +11,8 @@ the joint density of its denoising steps, averaged over them and added up over t
 `joint_logprob` and `chunk_level` of RLinf, arXiv:2510.25889 (pi_RL). That of x_0 no weight moves: it is left out.
 
 Without noise, std_k = 0, a chain is not drawn at random, and one that a demonstration wrote is a straight line from
-noise to its chunk. Its density is that of flow matching (arXiv:2210.02747), with the step's length |scale_v| in place of
-std_k:
+noise to its chunk. Its density is that of flow matching (arXiv:2210.02747), with the step's length |scale_v| in place
+of std_k:
 
     log N(x_k; x_(k-1) + scale_v·v, scale_v²) = -½·(v - (noise - chunk))² and a constant
 """

@@ -279,10 +279,11 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
     replay = facts.get("resolved", {}).get("routing_replay", "none: no routed experts recorded")
     return {
         "framework": _format_facts(facts.get("versions")),
-        "engine and topology": f"engine {recipe_value('engine.kind')}, placement {recipe_value('place.kind')}, {facts.get('device', UNKNOWN)}, "
-        f"{facts.get('place', UNKNOWN)}",
-        "precision and what enforces consistency": f"{_format_facts(facts.get('dtypes'))}; {kernels}one model definition on both sides; "
-        f"{gap}; {probe}" + ("" if form.startswith("none") else f"; weights in {form}{correction_sentence(done)}"),
+        "engine and topology": f"engine {recipe_value('engine.kind')}, placement {recipe_value('place.kind')}, "
+        f"{facts.get('device', UNKNOWN)}, {facts.get('place', UNKNOWN)}",
+        "precision and what enforces consistency": f"{_format_facts(facts.get('dtypes'))}; {kernels}one model "
+        f"definition on both sides; {gap}; {probe}"
+        + ("" if form.startswith("none") else f"; weights in {form}{correction_sentence(done)}"),
         "on-policy or measured lag": f"{_summarize_lag(lags)}; cap {recipe_value('loop.max_staleness')}",
         "whose logprobs": (
             "the engine's, stored for each token when it was drawn (after temperature and truncation of the support); "
@@ -293,8 +294,9 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
             else "a recomputation was not recorded"
         ),
         "routing replay": str(replay),
-        "group size": f"{recipe_value('algo.group_size')} answers a task, {recipe_value('loop.groups_per_step')} tasks a step, "
-        f"updates a step: {recipe_value('loop.updates_per_step')}, passes over them: {recipe_value('loop.epochs')}",
+        "group size": f"{recipe_value('algo.group_size')} answers a task, {recipe_value('loop.groups_per_step')} tasks "
+        f"a step, updates a step: {recipe_value('loop.updates_per_step')}, passes over them: "
+        f"{recipe_value('loop.epochs')}",
         "multi-turn budgets": (
             f"environment {env}, {turns} of at most {recipe_value('engine.sampling.max_tokens')} tokens"
         ),
