@@ -1,7 +1,5 @@
-"""A transport of your own: `sync.kind = "my_transport:OneFile"`, with `place.kind = "split"`.
-
-Trainer, driver and engines make one each, with the folder of the run's weights. The transaction around it (pause,
-digests, commit, probe) stays Rondel's: a transport only moves bytes.
+"""A transport of your own: `sync.kind = "my_transport:OneFile"`, with `place.kind = "split"`. It only moves bytes: the
+transaction around it (pause, digests, commit, probe) stays Rondel's. Trainer, driver and engines make one each.
 """
 
 import torch
@@ -10,12 +8,10 @@ from rondel.core.types import Manifest, Route
 
 
 class OneFile:
-    """Every version in one file, which the engines read beside the weights that serve."""
-
-    holds = "commit"  # the engines stand still only while they change over
+    holds = "commit"  # the engines read it beside the weights that serve, and stand still only while they change over
     names = "checkpoint"  # tensors under their Hugging Face names
 
-    def __init__(self, folder):
+    def __init__(self, folder):  # that of the run's weights
         self.file = folder / "newest.pt"
 
     async def plan_route(self, trainer, engines):
@@ -27,11 +23,8 @@ class OneFile:
         torch.save(dict(tensors), self.file)
         return Manifest(version, rows), Route(route.kind, str(self.file), bytes=self.file.stat().st_size)
 
-    def send(self, route, weights):
-        """Nothing: the engines read the file."""
-
     def receive(self, route, manifest, mine):
         yield from torch.load(route.data).items()
 
-    def close(self):
-        """Nothing is open between versions."""
+    def send(self, route, weights): ...  # nothing: the engines read the file
+    def close(self): ...  # nothing is open between versions

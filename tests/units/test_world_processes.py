@@ -126,4 +126,4 @@ def test_they_end_with_close(processes):
     found = asyncio.run(play())
     assert len(found) == 2 and all(process.poll() is None for process in found)
     processes.close()
-    assert [process.poll() for process in found] == [0, 0] and not processes.processes
+    assert all(process.poll() is not None for process in found) and not processes.processes  # a late one is killed

@@ -52,8 +52,8 @@ class NegativeExp(GroupNorm):
     """A_i = mean e^(-z) over its group - e^(-z_i), z = (r - mean) / (std + eps).  -> [N].  arXiv:2512.04332 (DDRL).
 
     -e^(-z) grows with the reward, and the worse a sample is the faster it falls: the bad ones are left before the good
-    ones are told apart. The paper has no baseline; the group's mean is one, and changes no expected gradient. Zero for a
-    constant group.
+    ones are told apart. The paper has no baseline; the group's mean is one, and changes no expected gradient. Zero for
+    a constant group.
 
     eps    added to the standard deviation
     """
@@ -180,7 +180,10 @@ class Preference(Component):
         return out_N * (self.beta * int(written_N.sum()) / max(1, pairs))
 
     def __str__(self) -> str:
-        return f"± {self.beta:g}·N/pairs·σ(-m) for the best and the worst of its group, m = {self.beta:g}·(difference of log pi/pi_ref)"
+        return (
+            f"± {self.beta:g}·N/pairs·σ(-m) for the best and the worst of its group, m = "
+            f"{self.beta:g}·(difference of log pi/pi_ref)"
+        )
 
 
 @dataclass(frozen=True)
@@ -363,4 +366,7 @@ class PartsNorm(Component):
         return whiten_values(total_N)
 
     def __str__(self) -> str:
-        return f"sum over parts of w·(part - mean) / (std + {self.eps:g}) in its group, less its mean and by its std over all samples"
+        return (
+            f"sum over parts of w·(part - mean) / (std + {self.eps:g}) in its group, "
+            "less its mean and by its std over all samples"
+        )

@@ -81,7 +81,8 @@ class Component:
         return {}
 
     def refuse_beside(self, parts: Mapping[str, Any]) -> None:
-        """Raise a ConfigError, with its remedy, where the row has `parts`, by family, that this one cannot work with."""
+        """Raise a ConfigError, with its remedy, where the row has `parts`, by family,
+        that this one cannot work with."""
 
     @property
     def slope(self) -> str:

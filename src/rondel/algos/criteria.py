@@ -58,7 +58,8 @@ class CriterionBonus(Distill):
         return advantages_T
 
     def credits_N(self, scored: ScoredSamples) -> dict[str, Tensor]:
-        """What each criterion gives a sample where its part is above the group's mean and the criterion counts, else 0."""
+        """What each criterion gives a sample where its part is above the group's mean and the criterion counts,
+        else 0."""
         missing = [name for name in self.criteria if name not in scored.parts]
         if missing:
             raise ConfigError(
@@ -81,6 +82,6 @@ class CriterionBonus(Distill):
 
     def __str__(self) -> str:
         return (
-            f"{self.coef:g}·credit of each criterion for tokens that its hint makes likelier, below {self.threshold:g} of "
-            "the best; A + d takes the place of A"
+            f"{self.coef:g}·credit of each criterion for tokens that its hint makes likelier, below {self.threshold:g} "
+            "of the best; A + d takes the place of A"
         )

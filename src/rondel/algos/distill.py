@@ -89,17 +89,20 @@ class EarlyDistill(Distill):
         return (1 + self.gamma * left_T / over_group(apart_T, sample_T, "sum").clamp(min=1e-12)) * cost_T
 
     def __str__(self) -> str:
-        return f"{self.coef:g}·w·(logp_behavior - logp_teacher), w from {1 + self.gamma:g} down to 1 as they add up; A - d takes the place of A"
+        return (
+            f"{self.coef:g}·w·(logp_behavior - logp_teacher), w from {1 + self.gamma:g} down to 1 as they add up; "
+            "A - d takes the place of A"
+        )
 
 
 @dataclass(frozen=True)
 class ScaledAdvantage(Distill):
-    """A_t' = A_t·(1 - coef + coef·clip(exp(sign(A_t)·g_t), 1 - clip, 1 + clip)), g_t = log pi_teacher - log pi_behavior.
-    [T] -> [T].  arXiv:2604.03128 (RLSD).
+    """A_t' = A_t·(1 - coef + coef·clip(exp(sign(A_t)·g_t), 1 - clip, 1 + clip)),
+    g_t = log pi_teacher - log pi_behavior.  [T] -> [T].  arXiv:2604.03128 (RLSD).
 
-    The reward says which way a token goes, the teacher only how far: a good answer's tokens count more where the teacher
-    finds them likelier, a bad one's where it finds them less likely. The factor is positive, so no sign ever turns, and
-    what the teacher knows of the answer cannot be learned as such.
+    The reward says which way a token goes, the teacher only how far: a good answer's tokens count more where the
+    teacher finds them likelier, a bad one's where it finds them less likely. The factor is positive, so no sign ever
+    turns, and what the teacher knows of the answer cannot be learned as such.
 
     coef     from 0, the plain advantage, to 1, all of the teacher's factor
     clip     how far the factor may be from 1

@@ -23,7 +23,8 @@ class Gae(Component):
     """A_t = sum over k >= 0 of (gamma·lam)^k·(r_{t+k} + gamma·V_{t+k+1} - V_{t+k}).  -> [T].  arXiv:1506.02438.
 
     r_t is what token t earned, V_t what the critic expected before it. Behind the last token nothing is expected, but
-    where a world cut the episode off: there V is that of what it showed then. The critic learns A + V, before whitening.
+    where a world cut the episode off: there V is that of what it showed then. The critic learns A + V,
+    before whitening.
 
     gamma     what a reward one token later is worth
     lam       0 trusts the critic alone, 1 the rewards alone
@@ -59,7 +60,10 @@ class Gae(Component):
         )
 
     def __str__(self) -> str:
-        text = f"sum of ({self.gamma * self.lam:g})^k·d over the k tokens that follow, d = reward + {self.gamma:g}·V of the next token - V"
+        text = (
+            f"sum of ({self.gamma * self.lam:g})^k·d over the k tokens that follow, "
+            f"d = reward + {self.gamma:g}·V of the next token - V"
+        )
         return f"({text}), whitened over the step" if self.whiten else text
 
 

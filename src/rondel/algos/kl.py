@@ -1,5 +1,5 @@
-"""Estimators of KL(policy || reference) from the drawn token alone: x = log pi - log pi_ref, x ~ policy; and the KL itself,
-where policy and reference are Gaussians.
+"""Estimators of KL(policy || reference) from the drawn token alone: x = log pi - log pi_ref, x ~ policy; and the KL
+itself, where policy and reference are Gaussians.
 
          mean on-policy       mean gradient on-policy
     k1   KL                   0: in a loss it is noise

@@ -24,8 +24,9 @@ class LeastLikely(Component):
 
     Beside a constant advantage of -1 it lowers what the policy drew and would hardly draw again, most where it was
     least decided. Nothing says that such a token was wrong: the assumption is that the tail of the policy is worse than
-    its mode. The choice is over the whole update, so no packing and no rank changes it; the paper's code chooses on each
-    rank by itself. Tokens as likely as the last one chosen are chosen too. All c are `most` where the entropies agree.
+    its mode. The choice is over the whole update, so no packing and no rank changes it; the paper's code chooses on
+    each rank by itself. Tokens as likely as the last one chosen are chosen too.
+    All c are `most` where the entropies agree.
 
     share    of the update's tokens, rounded down, at least one
     least    weight of the chosen token of lowest entropy

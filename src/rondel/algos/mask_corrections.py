@@ -60,7 +60,10 @@ class BinaryKlMask(MaskCorrection):
         return torch.where(apart_T <= self.phi, bounded_exp(tokens.log_weight.detach()), 0.0)
 
     def __str__(self) -> str:
-        return f"proximal / behavior, 0 where a binary KL between them, in either direction, is above {self.phi:g}; no gradient"
+        return (
+            "proximal / behavior, 0 where a binary KL between them, in either direction, "
+            f"is above {self.phi:g}; no gradient"
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,10 @@ class VariationMask(MaskCorrection):
         return torch.where(away_T, 0.0, torch.ones_like(x_T))
 
     def __str__(self) -> str:
-        return f"0 where mean |proximal / behavior - 1|/2 of the answer > {self.delta:g} and A·log(proximal / behavior) > 0, else 1"
+        return (
+            f"0 where mean |proximal / behavior - 1|/2 of the answer > {self.delta:g} and A·log(proximal / "
+            "behavior) > 0, else 1"
+        )
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,10 @@ class ClipCov(Clip):
         return Surrogate(torch.where(tokens.selected, 0.0, own.loss_T), own.clipped_T | tokens.selected)
 
     def __str__(self) -> str:
-        return f"{super().__str__()}; 0 for {self.share:g} of the tokens, from those of covariance in ({self.least:g}, {self.most:g})"
+        return (
+            f"{super().__str__()}; 0 for {self.share:g} of the tokens, from those of covariance in "
+            f"({self.least:g}, {self.most:g})"
+        )
 
 
 @dataclass(frozen=True)

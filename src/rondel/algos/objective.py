@@ -113,7 +113,8 @@ def tokens_of(row: Algorithm, batch: TokenBatch) -> Tokens:
 
 
 def decide_update(row: Algorithm, batch: TokenBatch) -> tuple[TokenBatch, dict[str, float]]:
-    """`batch` are all tokens of the update; -> (the same with what the row decides over all of them at once, metrics)."""
+    """`batch` are all tokens of the update; -> (the same with what the row decides over all
+    of them at once, metrics)."""
     tokens = tokens_of(row, batch.with_fields(logprobs=batch.proximal))
     dtype = tokens.logprobs.dtype
     correction_T = row.correction.weights_of(tokens)

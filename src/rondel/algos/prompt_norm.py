@@ -21,7 +21,8 @@ class PromptNorm(Component):
     window of 0, mean and std are those of the whole step. The trainer keeps the rewards of earlier steps, and a
     checkpoint too. Zero where all rewards agree.
 
-    window     rewards of a prompt that are remembered, a step of more is kept whole; 0: none, all of the step are compared
+    window     rewards of a prompt that are remembered, a step of more is kept whole; 0: none, all of the step are
+               compared
     least      with fewer rewards of its prompt a sample is compared with the whole step
     eps        added to the standard deviation
     bound      largest size of an advantage
@@ -65,8 +66,8 @@ class PromptNorm(Component):
         return torch.stack(found).clamp(-self.bound, self.bound)
 
     def next_history(self, tasks: Sequence[str], rewards: Sequence[float]) -> dict[str, list[float]]:
-        """The last `window` rewards of each task of a step, after it; those of the step by group and all of them, however
-        many, so that no order of its samples changes them.
+        """The last `window` rewards of each task of a step, after it; those of the step by group and all of them,
+        however many, so that no order of its samples changes them.
         """
         new: dict[str, list[float]] = {}
         for task, reward in zip(tasks, rewards, strict=True) if self.window else ():

@@ -1,4 +1,5 @@
-"""An advantage that counts a question by how much it still has to teach: how sure the policy is, how often it is right."""
+"""An advantage that counts a question by how much it still has to teach: how sure the policy is,
+how often it is right."""
 
 from __future__ import annotations
 
@@ -62,4 +63,7 @@ class QuestionValue(GroupNorm):
 
     def __str__(self) -> str:
         right = f"'{self.part}'" if self.part else "reward"
-        return f"(v + {self.delta:g})·{super().__str__()}, v = confidence·(1 - 4·(share of {right} > {self.above:g} - 1/2)²)"
+        return (
+            f"(v + {self.delta:g})·{super().__str__()}, v = confidence·(1 - 4·(share of {right} > {self.above:g} "
+            "- 1/2)²)"
+        )

@@ -183,7 +183,10 @@ class FutureKl(Clip):
         return torch.where((tokens.advantages < 0) & (ratio_T > self.safe), f_T.clamp(0.8, 1.0), f_T)
 
     def __str__(self) -> str:
-        text = f"f·({super().__str__()}), f = exp(sum of {2 ** (-1 / self.half_life):.4g}^k·log r over the k tokens that follow)"
+        text = (
+            f"f·({super().__str__()}), f = exp(sum of {2 ** (-1 / self.half_life):.4g}^k·log r over the k tokens "
+            "that follow)"
+        )
         return f"{text}, held to [{self.least:g}, {self.most:g}]"
 
 

@@ -1,5 +1,5 @@
-"""How far the policy has moved from its anchor since the batch was drawn (the ratio), and the function of one token whose
-gradient is the policy's (the surrogate of it).
+"""How far the policy has moved from its anchor since the batch was drawn (the ratio), and the function of one token
+whose gradient is the policy's (the surrogate of it).
 
 The anchor of a ratio is the proximal policy, which began the step: what lies between it and the behavior is the
 correction's. Anchored at the behavior itself (bypass) the ratio spans both, and no correction is left to make. Anchored
@@ -192,8 +192,8 @@ class WholeLikelihood(LogLikelihood):
         if found := next((name for name, given in beside.items() if given), None):
             raise ConfigError(
                 f"algo.{found} beside surrogate.kind = 'whole_likelihood': it compares log-probabilities of the "
-                "distribution that tokens were drawn from, and this one learns the model's own at temperature 1. Remove "
-                f"algo.{found.partition('.')[0]}, or use a row that learns from what was drawn (raft, opd, grpo)"
+                "distribution that tokens were drawn from, and this one learns the model's own at temperature 1. "
+                f"Remove algo.{found.partition('.')[0]}, or use a row that learns from what was drawn (raft, opd, grpo)"
             )
 
     def __str__(self) -> str:

@@ -221,8 +221,8 @@ class Algorithm:
 
     @property
     def corrects_numerics(self) -> bool:
-        """Whether tokens that other numbers drew than the trainer computes with, at the same version, are weighed by the
-        ratio of both.
+        """Whether tokens that other numbers drew than the trainer computes with, at the same version, are weighed by
+        the ratio of both.
         """
         return self.uses_behavior_ratio or self.correction.weighs
 
@@ -270,7 +270,8 @@ class Algorithm:
 
     @cached_property
     def takes_rewards(self) -> bool:
-        """Whether its advantage reads the rewards as they were given: nothing shapes them, and no KL is charged to them."""
+        """Whether its advantage reads the rewards as they were given: nothing shapes them,
+        and no KL is charged to them."""
         return isinstance(self.shaping, NoShaping) and not self.kl.in_reward
 
     @cached_property
@@ -295,8 +296,8 @@ class Algorithm:
 
     @cached_property
     def scales_advantage(self) -> bool:
-        """Whether its loss is a multiple of the advantage, so that a token whose advantage is 0 has no gradient: there is
-        a surrogate of that kind, and nothing else.
+        """Whether its loss is a multiple of the advantage, so that a token whose advantage is 0 has no gradient: there
+        is a surrogate of that kind, and nothing else.
         """
         beside = self.kl.in_loss or self.entropy.coef or self.entropy.is_adaptive or self.terms or self.gated_distill
         return self.surrogate.scales_advantage and not (beside or self.needs & {"teacher_hidden", "ref_means"})

@@ -1,6 +1,6 @@
-"""The trainable tokens that the loss is a sum over: what is known of each, what the parts of a row see, and what is made
-of the log-probabilities of one: exponentials that do not overflow, estimates of a KL (kl.py), and they themselves, of
-the logits of a vocabulary. And how much of an answer's tokens repeats.
+"""The trainable tokens that the loss is a sum over: what is known of each, what the parts of a row see, and what is
+made of the log-probabilities of one: exponentials that do not overflow, estimates of a KL (kl.py), and they themselves,
+of the logits of a vocabulary. And how much of an answer's tokens repeats.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rondel.algos.tensors import Tensor, torch
 class TokenBatch:
     """T trainable tokens of whole samples, in the order of the samples; [T] each, None while it is not known.
 
-    A sample has one, a micro-batch is the concatenation of its samples'; there `logprobs`, `entropy`, `full_kl` and `step_kl` are
-    those of the forward pass and carry a gradient.
+    A sample has one, a micro-batch is the concatenation of its samples'; there `logprobs`, `entropy`, `full_kl` and
+    `step_kl` are those of the forward pass and carry a gradient.
     """
 
     sample: Tensor  # int64: which tokens belong together

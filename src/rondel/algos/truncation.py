@@ -1,4 +1,5 @@
-"""Where to cut importance weights off: the bound whose estimate has the least mean squared error on the weights at hand."""
+"""Where to cut importance weights off: the bound whose estimate has the least mean squared error on
+the weights at hand."""
 
 from __future__ import annotations
 

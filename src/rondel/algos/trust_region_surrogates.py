@@ -108,7 +108,10 @@ class GeometricMean(Component):
         return Surrogate(-a_T * bounded_exp(mean_T), (held_T != x_T) | (mean_T.abs() > LIMIT))
 
     def __str__(self) -> str:
-        return f"-A·exp(mean over the sample of log r, at most {self.high:g} where A > 0, at least {-self.low:g} where A < 0)"
+        return (
+            f"-A·exp(mean over the sample of log r, at most {self.high:g} where A > 0, "
+            f"at least {-self.low:g} where A < 0)"
+        )
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,10 @@ class DivergenceMask(Component):
         return Surrogate(torch.where(left_T, 0.0, -weight_T * a_T), passes_none_T)
 
     def __str__(self) -> str:
-        return f"-{'r' if self.cap is None else f'min(r, {self.cap:g})'}·A, 0 where r has left 1 in the direction of A by a binary {self.divergence} above {self.high:g} (up), {self.low:g} (down)"
+        return (
+            f"-{'r' if self.cap is None else f'min(r, {self.cap:g})'}·A, 0 where r has left 1 in the direction of "
+            f"A by a binary {self.divergence} above {self.high:g} (up), {self.low:g} (down)"
+        )
 
 
 @dataclass(frozen=True)

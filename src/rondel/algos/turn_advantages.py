@@ -171,5 +171,8 @@ class TurnGae(Gae):
         return turns.spread(found[0]), turns.spread(found[1])
 
     def __str__(self) -> str:
-        text = f"sum of ({self.gamma * self.lam:g})^k·d over the k turns that follow, d = reward + {self.gamma:g}·V of the next turn - V"
+        text = (
+            f"sum of ({self.gamma * self.lam:g})^k·d over the k turns that follow, "
+            f"d = reward + {self.gamma:g}·V of the next turn - V"
+        )
         return f"({text}), whitened over the step" if self.whiten else text

@@ -16,8 +16,8 @@ from rondel.core.types import ATTEMPTS, SOLVED
 
 @dataclass(frozen=True)
 class Anchored(Component):
-    """A_i = 1 - s/n for a right answer, -(1 - s/n)·right/wrong for a wrong one; s of n attempts at the prompt were right,
-    right and wrong count those that are trained.  -> [N].  arXiv:2609.13443 (NGU).
+    """A_i = 1 - s/n for a right answer, -(1 - s/n)·right/wrong for a wrong one; s of n attempts at the prompt were
+    right, right and wrong count those that are trained.  -> [N].  arXiv:2609.13443 (NGU).
 
     A prompt none of whose G answers is right is asked for G more, with probability `again`, up to `rounds` times in
     all; what the last `kept` rounds wrote is trained as one group, and what came before is counted alone. So a hard
@@ -46,8 +46,8 @@ class Anchored(Component):
         if not isinstance(parts["shaping"], NoShaping) or parts["kl"].in_reward:
             changed = "kl.where = 'reward'" if parts["kl"].in_reward else f"shaping = {parts['shaping']}"
             raise ConfigError(
-                f"algo.{changed} beside advantage.kind = 'anchored', which counts rewards of 0 and 1: remove it, or let "
-                "the KL be a term of the loss"
+                f"algo.{changed} beside advantage.kind = 'anchored', which counts rewards of 0 and 1: remove it, or "
+                "let the KL be a term of the loss"
             )
 
     @property

@@ -11,8 +11,8 @@ from rondel.models.cpu_kernels import kernels_of
 
 
 def arithmetic_of(device: torch.device, threads: int, *, has_loops: bool) -> dict[str, str]:
-    """As a run's facts tell it: {"torch": "2.14.0", "kernels": "loops in C++", "instructions": "AVX512", ...}. `has_loops`:
-    whether the model is one that takes the loops of a CPU.
+    """As a run's facts tell it: {"torch": "2.14.0", "kernels": "loops in C++", "instructions": "AVX512", ...}.
+    `has_loops`: whether the model is one that takes the loops of a CPU.
     """
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -125,8 +125,8 @@ PROBE = 24  # tokens of the first prompt that are scored on both sides after eve
 
 
 def refuse_recipe(job: Job) -> tuple[Job, AlgorithmRows, Sampling]:
-    """Every fault that a recipe has by itself, before anything is read. -> it with its steps and sizes, its rows, and how
-    it samples.
+    """Every fault that a recipe has by itself, before anything is read. -> it with its steps and sizes, its rows, and
+    how it samples.
     """
     job, _ = with_steps(job)
     job = with_world_sizes(job)
@@ -254,8 +254,8 @@ def env_of(job: Job, tasks: TaskSet) -> Any:
     named = {split_kind(table["env"], own_kind)[0]: table for table in tables if "env" in table}
     if sum(split_kind(table.get("env", ""), "")[0] == "verifiers" for table in tables) > 1:
         raise ConfigError(
-            'task.data.sources: one of them may have env = "verifiers", whose tasks say nothing of the package they are '
-            "from"
+            'task.data.sources: one of them may have env = "verifiers", whose tasks say nothing of the package they '
+            "are from"
         )
     if not named:
         return _build_env(job, own_kind, job.task.env_settings, job.task.data)
@@ -511,7 +511,10 @@ def with_steps(job: Job) -> tuple[Job, str]:
         tasks = _that_fit(job, tasks, env, play_shots(job, tasks, env, sampling_of(job)))
     n = len(tasks.train)
     steps = max(1, math.ceil(round(passes * n / groups, 9)))
-    why = f"{passes:g} pass{'es' * (passes != 1)} over {n} training tasks, {groups} a step: {passes:g} · {n} / {groups}, rounded up"
+    why = (
+        f"{passes:g} pass{'es' * (passes != 1)} over {n} training tasks, {groups} a step: "
+        f"{passes:g} · {n} / {groups}, rounded up"
+    )
     return job.model_copy(update={"loop": job.loop.model_copy(update={"steps": steps, "passes": None})}), why
 
 

@@ -252,7 +252,8 @@ def deploy_job(
     folder: Path | None,
     reward: Any = None,
 ) -> Deployment:
-    """The parts of a run; of several policies each as if it were alone, and then joined (those on one base: one_base.py)."""
+    """The parts of a run; of several policies each as if it were alone,
+    and then joined (those on one base: one_base.py)."""
     if reward is not None:
         refuse_offloaded_reward(job)
     if not job.policies:

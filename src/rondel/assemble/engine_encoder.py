@@ -112,7 +112,7 @@ class EngineEncoder:
 
     def join(self, load: Callable[..., LoadedModel], device: Device) -> EncoderLead:
         """Load the model here and there; both must have the same tower."""
-        answer = self.worker.ask("load", load)
+        answer: Future[Any] = self.worker.ask("load", load)
         ranks = None if self.ranks is None else self.ranks.join(load, device)
         alone = partial(load, device=device.name) if device.name != "cpu" else load
         loaded: LoadedModel = device.call(alone) if ranks is None else ranks.model
@@ -144,7 +144,7 @@ def refuse_text_model(name: str | dict[str, Any], sight: ImageProcessorConfig | 
     """ConfigError for an encoder of a model that looks at nothing."""
     if sight is None:
         raise ConfigError(
-            f"an encoder process for '{name}': the model reads text alone. Leave out encoders, or take a vision-language "
-            "model",
+            f"an encoder process for '{name}': the model reads text alone. Leave out encoders, or take a "
+            "vision-language model",
             page=PAGE,
         )

@@ -183,14 +183,16 @@ class EngineRanks:
 
     def join(self, load: Callable[..., LoadedModel], device: Device) -> LeadRank:
         """Load the model everywhere, and keep a part of it on every rank."""
-        loads = [follower.ask("load", partial(load, deferred=True)) for follower in self.followers]
+        loads: list[Future[Any]] = [follower.ask("load", partial(load, deferred=True)) for follower in self.followers]
         loaded = device.call(load)
         expected = None if self.settings.prefill else device.call(probe_logprobs, loaded)
         for answer in loads:
             answer.result()  # a follower that hangs fails its calls
         meeting, s = Rendezvous(HOST), self.settings
         how: dict[str, Any] = {name: getattr(s, name) for name in ("prefill", "experts_apart", "requests_apart")}
-        joins = [follower.ask("join", meeting.address, self.transports, how) for follower in self.followers]
+        joins: list[Future[Any]] = [
+            follower.ask("join", meeting.address, self.transports, how) for follower in self.followers
+        ]
 
         def join_here() -> LeadRank:
             joined = join_ranks(loaded, meeting, 0, s.size, device.name, s.patience, expected, **how)
@@ -206,7 +208,8 @@ class EngineRanks:
         return lead
 
     def _tell(self, message: Message) -> None:
-        for answer in [follower.ask("tell", message) for follower in self.followers]:
+        answers: list[Future[Any]] = [follower.ask("tell", message) for follower in self.followers]
+        for answer in answers:
             answer.result(self.settings.patience)
 
     def _on_end(self, rank: int, answer: Future[Any]) -> None:
@@ -233,7 +236,8 @@ class EngineRanks:
 
 
 def end_process(why: str) -> None:
-    """An engine without one of its ranks is of no use: who started this process hears it end, and reads why in its log."""
+    """An engine without one of its ranks is of no use: who started this process hears it end,
+    and reads why in its log."""
     print(why, file=sys.stderr, flush=True)
     os._exit(1)
 

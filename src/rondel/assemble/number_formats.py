@@ -15,8 +15,8 @@ def rollout_bits(job: Job) -> float:
 
 
 def probe_gap(job: Job) -> float:
-    """Largest allowed mean difference on the probe that the format explains, in nats a token: that the weights arrived is
-    told by their digests.
+    """Largest allowed mean difference on the probe that the format explains, in nats a token: that the weights arrived
+    is told by their digests.
     """
     bits = rollout_bits(job)
     return max((gap for width, gap in PROBE_GAP.items() if bits < width + 1), default=0.0)

@@ -159,8 +159,8 @@ def refuse_untold_routes(job: Job, known: ModelInfo, driver: Any) -> None:
     """What is known of a mixture once it is loaded: whether a server of others can tell where it sent tokens."""
     if known.told_experts is None or not hasattr(driver, "experts"):
         raise ConfigError(
-            f'engine.kind = "{job.engine.kind}" tells no routed experts of this model, which has {known.routers} routers: '
-            "its choices cannot be replayed. "
+            f'engine.kind = "{job.engine.kind}" tells no routed experts of this model, which has {known.routers} '
+            "routers: its choices cannot be replayed. "
             "Set trainer.routing_replay = false, with algo.correction.kind = 'importance', or use engine.kind = "
             '"builtin"'
         )
@@ -175,7 +175,8 @@ def refuse_unrepeatable(job: Job, device: str, ranks: int) -> None:
         ),
         (
             job.engine.numerics == "aligned",
-            f'engine.numerics = "{job.engine.numerics}" makes bits depend on who else is in the batch: set engine.numerics = "aligned"',
+            f'engine.numerics = "{job.engine.numerics}" makes bits depend on who else is in the batch: '
+            'set engine.numerics = "aligned"',
         ),
         (
             device == "cpu",
@@ -188,7 +189,8 @@ def refuse_unrepeatable(job: Job, device: str, ranks: int) -> None:
         ),
         (
             job.engine.speculative.kind == "off",
-            f'engine.speculative.kind = "{job.engine.speculative.kind}" guesses as much as its clock says is worth it: set it to "off"',
+            f'engine.speculative.kind = "{job.engine.speculative.kind}" guesses as much as its clock says is worth it: '
+            'set it to "off"',
         ),
         (
             job.task.curriculum.get("kind") not in ("priority", "band", "focused"),
@@ -254,14 +256,16 @@ def _check_engine_ranks(job: Job) -> None:
         (p.kind == "split", 'needs devices of its own: set place.kind = "split"'),
         (
             not p.on_ray,
-            f'is for engines on the machine of the run, and place.cluster = "{p.cluster}" has them anywhere: use "process" or "torchrun"',
+            f'is for engines on the machine of the run, and place.cluster = "{p.cluster}" has them anywhere: '
+            'use "process" or "torchrun"',
         ),
         (job.model.adapter.kind == "off", "takes whole weights: drop model.adapter"),
         (e.numerics == "fast", 'computes in parts, and not in the order of the trainer: set engine.numerics = "fast"'),
         (not e.compile, "runs its passes operation by operation: set engine.compile = false"),
         (
             job.sync.kind in ("auto", "ipc", "disk", "distributed", "tensor"),
-            f'reads new weights by ipc, disk, distributed or tensor, and sync.kind = "{job.sync.kind}" is none of them: leave it at "auto"',
+            "reads new weights by ipc, disk, distributed or tensor, "
+            f'and sync.kind = "{job.sync.kind}" is none of them: leave it at "auto"',
         ),
         (not job.policies, "serves one model: drop the policies, or this setting"),
         (not job.run.record, "writes no schedule that is replayed: set run.record = false"),
@@ -309,12 +313,14 @@ def _check_policies(job: Job, rows: AlgorithmRows) -> None:
     rules = [
         (
             not envs <= NAMELESS,
-            f'task.env = "{job.task.env_kind}" has one agent, without a name, which plays model.path: use env = "agents", or one of yours with chat.beside("{first}")',
+            f'task.env = "{job.task.env_kind}" has one agent, without a name, which plays model.path: use env = '
+            f'"agents", or one of yours with chat.beside("{first}")',
         ),
         (job.engine.kind == "builtin", f'engine.kind = "{job.engine.kind}" serves one model: use the built-in engine'),
         (
             p.cluster in ("local", "process"),
-            f'place.cluster = "{p.cluster}" starts the workers of one: use place.kind = "shared", or cluster = "process"',
+            f'place.cluster = "{p.cluster}" starts the workers of one: use place.kind = "shared", '
+            'or cluster = "process"',
         ),
         (p.ranks == 1, f"place.ranks = {p.ranks} shards one: set it to 1"),
         (p.engine_count == 1, f"place.engines = {p.engine_count} are replicas of one: set it to 1"),
@@ -360,7 +366,10 @@ def _check_demonstrations(job: Job, row: Algorithm) -> None:
             f"algo.guides = {job.algo.guides} has no effect on kind = '{row.name}', which would train demonstrations "
             "as its own samples: use kind = 'luffy', or a supervised phase: loop.warmup"
             if job.algo.guides
-            else f"algo.kind = '{row.name}' learns from demonstrations beside its samples: set algo.guides = 1; tasks need an 'answer'",
+            else (
+                f"algo.kind = '{row.name}' learns from demonstrations beside its samples: "
+                "set algo.guides = 1; tasks need an 'answer'"
+            ),
             page="docs/train.md#a-teacher-demonstrations-preferences",
         )
 
@@ -387,7 +396,10 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             f"{pupil.name} learns from a teacher: name one with model.teacher = 'folder or hub id', or let the policy "
             "teach itself with model.teacher = [{ context = '{prompt} The answer is {answer}.' }]"
             if pupil is not None
-            else "model.teacher has no effect: nothing is distilled. Remove it, or set algo.distill = { coef = 1.0 } or algo.kind = 'opd'",
+            else (
+                "model.teacher has no effect: nothing is distilled. Remove it, "
+                "or set algo.distill = { coef = 1.0 } or algo.kind = 'opd'"
+            ),
             page="docs/train.md#a-teacher-demonstrations-preferences",
         )
     if job.engine.sampling.temperature != 1 and (far := next((t for t in job.model.teachers if t.url), None)):
@@ -443,8 +455,8 @@ def _check_criteria(job: Job, rule: CriterionBonus, sampling: Sampling) -> None:
     rules = [
         (
             bool(rule.criteria) or not rule.coef,
-            "has no criteria: set algo.distill.criteria = { form = 0 }, parts of the reward, each with the place of its "
-            "hint in model.teacher = [{ context = '{prompt} Mind the form.' }]",
+            "has no criteria: set algo.distill.criteria = { form = 0 }, parts of the reward, each with the place of "
+            "its hint in model.teacher = [{ context = '{prompt} Mind the form.' }]",
         ),
         (not absent, f"names a hint that model.teacher does not have: {absent}, and it has {len(hints)}"),
         (
@@ -501,12 +513,13 @@ def _check_behavior_top(job: Job, rows: AlgorithmRows) -> None:
     rules = [
         (
             len(rows.behavior_wants) == 1,
-            f"rows of this recipe want different things of it ({', '.join(sorted(rows.behavior_wants))}): give all sources "
-            "rows that read the likeliest tokens, or that read more draws",
+            f"rows of this recipe want different things of it ({', '.join(sorted(rows.behavior_wants))}): give all "
+            "sources rows that read the likeliest tokens, or that read more draws",
         ),
         (
             job.engine.kind == "builtin",
-            f'engine.kind = "{job.engine.kind}" does not tell them of the distribution that it draws from: use "builtin"',
+            f'engine.kind = "{job.engine.kind}" does not tell them of the distribution that it draws from: '
+            'use "builtin"',
         ),
     ]
     for holds, rule in rules:
@@ -536,7 +549,8 @@ def _check_focused(job: Job, rows: AlgorithmRows) -> None:
 
 
 def _check_whole_distribution(rows: AlgorithmRows, sampling: Sampling) -> None:
-    """A trainer computes log-probabilities at one temperature: the sampler's, or 1 for a row that learns the model's own."""
+    """A trainer computes log-probabilities at one temperature: the sampler's,
+    or 1 for a row that learns the model's own."""
     kinds = {row.surrogate.whole_distribution: row.name for row in rows.all_rows}
     if len(kinds) > 1 and (sampling.temperature != 1 or sampling.truncates_support):
         raise ConfigError(
@@ -550,16 +564,16 @@ def _check_replays(job: Job, row: Algorithm) -> None:
     """Groups that come back, for a row that does not look at who drew a token, or that counts rewards over steps."""
     if job.loop.replays.groups and row.advantage.remembers:
         raise ConfigError(
-            f"loop.replays with '{row.name}', whose advantage remembers what earlier steps have earned: a group that comes "
-            "back would be counted twice. Leave replays out, or take another advantage",
+            f"loop.replays with '{row.name}', whose advantage remembers what earlier steps have earned: a group that "
+            "comes back would be counted twice. Leave replays out, or take another advantage",
             page="docs/train.md",
         )
     lag, bound = job.loop.replays.max_lag, job.loop.max_staleness
     if lag is not None and lag > bound and "advantages" in row.needs and not row.corrects_staleness:
         raise ConfigError(
-            f"loop.replays.max_lag = {lag} is beyond loop.max_staleness = {bound}, and '{row.name}' trains tokens of old "
-            'weights as if they were fresh: set algo.correction = { kind = "importance" }, take a row that reads the '
-            "log-probabilities of the behavior (topr, aipo, dppo_tv, decoupled, ...), or leave max_lag out",
+            f"loop.replays.max_lag = {lag} is beyond loop.max_staleness = {bound}, and '{row.name}' trains tokens of "
+            'old weights as if they were fresh: set algo.correction = { kind = "importance" }, take a row that reads '
+            "the log-probabilities of the behavior (topr, aipo, dppo_tv, decoupled, ...), or leave max_lag out",
             page="docs/train.md",
         )
 

@@ -24,7 +24,8 @@ TAUGHT = frozenset({"teacher_logprobs", "teacher_hidden", "criterion_margins"}) 
 
 @dataclass(frozen=True)
 class AlgorithmRows:
-    """`AlgorithmRows(GRPO, {"code": (RLOO, 1.0)})`: the tasks of the source "code" are trained by RLOO, all others by GRPO.
+    """`AlgorithmRows(GRPO, {"code": (RLOO, 1.0)})`: the tasks of the source "code" are trained by RLOO,
+    all others by GRPO.
 
     main    trains whatever no other row is for
     of      by the name of a source: its row, and what its loss counts beside that of `main`
@@ -137,15 +138,15 @@ def warn_of_entropy(row: Algorithm) -> None:
     if coef < 0:
         emit(
             Warned(
-                f"algo.entropy.coef = {coef:g} in {row.name} is negative: the policy is paid for being certain, and the "
-                "answers of a group become equal sooner. A bonus for entropy is positive"
+                f"algo.entropy.coef = {coef:g} in {row.name} is negative: the policy is paid for being certain, and "
+                "the answers of a group become equal sooner. A bonus for entropy is positive"
             )
         )
     elif coef > steep:
         emit(
             Warned(
                 f"algo.entropy.coef = {coef:g} is more than {row.name} moves for an advantage of 1 ({steep:g}, `rondel "
-                f"explain {row.name}`), so that answers grow random whatever they earn: {coef:g} beside a gradient of A "
-                f"is {coef * steep:g} here"
+                f"explain {row.name}`), so that answers grow random whatever they earn: {coef:g} beside a gradient of "
+                f"A is {coef * steep:g} here"
             )
         )

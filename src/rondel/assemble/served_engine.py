@@ -168,7 +168,8 @@ def _open_stepwise(
         flags = {"kv_pages": "kv-pages", "adapters": "adapter, --enable-adapters or --training"}
         flags |= {"routed_experts": "enable-return-routed-experts"}
         raise UserError(
-            f"--{flags.get(odd, odd)} is of models that write token after token, and '{loaded.name}' does not: leave it out"
+            f"--{flags.get(odd, odd)} is of models that write token after token, and '{loaded.name}' does not: "
+            "leave it out"
         )
     if isinstance(loaded.head, StepHead) and loaded.head.kind not in DRAWS:
         refuse_step_head(loaded.name, loaded.head)
@@ -200,7 +201,8 @@ def _check_processes(settings: ServerSettings) -> None:
         )
     if settings.ep not in (1, settings.tp * settings.dp):
         raise UserError(
-            f"--ep {settings.ep} with --tp {settings.tp}: experts lie apart on the processes of --tp; give both the same"
+            f"--ep {settings.ep} with --tp {settings.tp}: experts lie apart on the processes of --tp; "
+            "give both the same"
         )
     if settings.dp > 1 and settings.speculative.startswith("draft"):
         raise UserError(f"--dp {settings.dp} has no cache for a draft model on each process: use --speculative ngram")
@@ -212,8 +214,8 @@ def _check_numerics(settings: ServerSettings) -> None:
         raise UserError(f"--numerics {settings.numerics}: it is fast, aligned or rounded")
     if settings.numerics != "fast" and (settings.processes > 1 or settings.compile):
         raise UserError(
-            f"--numerics {settings.numerics} is proved for whole matrices, operation by operation: leave out --tp, --dp, "
-            "--encoders and --compile"
+            f"--numerics {settings.numerics} is proved for whole matrices, operation by operation: leave out --tp, "
+            "--dp, --encoders and --compile"
         )
 
 

@@ -50,7 +50,8 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     if not is_flow(job.model.path):
         if closed:
             raise ConfigError(
-                'algo.kl.kind = "closed_form" is of the Gaussian steps of a flow, and model.path is none: use k1, k2 or k3',
+                'algo.kl.kind = "closed_form" is of the Gaussian steps of a flow, and model.path is none: use k1, '
+                "k2 or k3",
                 page="docs/flows.md",
             )
         if kind == "flow":
@@ -125,8 +126,8 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
         *picture_rules(job),
         (
             not job.loop.warmup.steps or bool(job.task.env_settings.get("expert")),
-            "loop.warmup copies answers of the data set, and worlds have none: name a controller in task.env.expert, or "
-            "leave it out",
+            "loop.warmup copies answers of the data set, and worlds have none: name a controller in task.env.expert, "
+            "or leave it out",
         ),
         (
             draws_chunks(job.model.path) or not job.task.env_settings.get("expert"),

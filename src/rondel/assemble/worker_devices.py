@@ -37,9 +37,9 @@ def warn_if_crowded(ranks: int, engines: int) -> None:
     if crowds:
         emit(
             Warned(
-                f"this process may use {cores} core{'s' * (cores != 1)} for {' and '.join(crowds)}: they take turns, which "
-                f"is slower than {cores} would be, and each needs its own memory. Use at most {cores}, or GPUs, or more "
-                'machines with place.cluster = "ray"'
+                f"this process may use {cores} core{'s' * (cores != 1)} for {' and '.join(crowds)}: they take turns, "
+                f"which is slower than {cores} would be, and each needs its own memory. Use at most {cores}, or GPUs, "
+                'or more machines with place.cluster = "ray"'
             )
         )
 

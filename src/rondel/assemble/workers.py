@@ -641,8 +641,8 @@ def settings_of(
 
 
 def warmup_settings(job: Job, settings: TrainSettings) -> TrainSettings:
-    """The supervised phase: its own learning rate, constant. Chunks of actions are shown without noise: their density is
-    then that of flow matching."""
+    """The supervised phase: its own learning rate, constant. Chunks of actions are shown without noise: their density
+    is then that of flow matching."""
     return replace(
         settings,
         temperature=0.0 if draws_chunks(job.model.path) else settings.temperature,

@@ -56,7 +56,8 @@ class AdmissionRule:
         return dropped > self.max_refills * self.groups_per_step
 
     def may_pick(self, number: int, groups: OpenGroups, version: int) -> bool:
-        """Whether this finished group can go into the batch at `version` and every older one still keeps its deadline."""
+        """Whether this finished group can go into the batch at `version`
+        and every older one still keeps its deadline."""
         if self.oversample:
             return True
         if self.window is not None and number >= groups.first_open() + self.window:

@@ -158,7 +158,10 @@ class _Check:
         )
 
     def _check_budget(self, played: list[ScriptedEpisode]) -> CheckFinding:
-        rule = "give messages through chat.give alone, and end the episode when reply() says 'length' or the turns are over"
+        rule = (
+            "give messages through chat.give alone, and end the episode when reply() says 'length' or the turns "
+            "are over"
+        )
         for p in played:
             longest = max((len(t.tokens) for t in p.trajectories), default=0)
             if longest > self.stage.max_context:

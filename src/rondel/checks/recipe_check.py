@@ -219,7 +219,10 @@ def _check_memory(parts: Components) -> CheckFinding:
     )
     free = free_memory()  # beside the copy that computes: master, gradient, two moments
     several = f" of {len(trainers)} policies" if len(trainers) > 1 else ""
-    message = f"weights{several} {_format_bytes(loaded)}; training needs {_format_bytes(needed)} more, {_format_bytes(free)} are free"
+    message = (
+        f"weights{several} {_format_bytes(loaded)}; training needs {_format_bytes(needed)} more, "
+        f"{_format_bytes(free)} are free"
+    )
     return CheckFinding("memory", needed < free, message, "a smaller model, or a machine with more memory")
 
 

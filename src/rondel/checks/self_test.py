@@ -92,13 +92,19 @@ def _list_findings(worst: dict[str, float], *, changed: bool, gap: float, most: 
     anchor = "the proximal logprobs are not those of the policy: a pass is not deterministic, or dropout is on"
     yield CheckFinding("lr = 0: ratio", ratio <= gap, f"differs from 1 by at most {ratio:.1e}", anchor)
     yield CheckFinding("lr = 0: clip", clipped == 0, f"{clipped:.1%} of the tokens are clipped", anchor)
-    kept = f"{'CHANGED' if changed else 'the same bits'} after {STEPS} steps, gradient norm {worst.get('train/grad_norm', 0.0):.1e}"
+    kept = (
+        f"{'CHANGED' if changed else 'the same bits'} after {STEPS} steps, gradient norm "
+        f"{worst.get('train/grad_norm', 0.0):.1e}"
+    )
     yield CheckFinding(
         "lr = 0: weights", not changed, kept, "something beside the optimizer writes weights: an own trainer or model?"
     )
     if apart is not None:
         told = f"mean |trainer - engine| {apart:.1e} nats a token (at most {gap:g}), K3 {k3:.1e} (at most {most:g})"
-        remedy = "engine and trainer disagree: model.dtype = 'float32' or engine.numerics = 'aligned' tells rounding from a bug"
+        remedy = (
+            "engine and trainer disagree: model.dtype = 'float32' or engine.numerics = 'aligned' tells rounding "
+            "from a bug"
+        )
         yield CheckFinding("lr = 0: gap", apart < gap and k3 <= most, told, remedy)
 
 

@@ -41,7 +41,10 @@ def run(
     print(
         f"\n{wrong} of {len(findings)} checks failed"
         if wrong
-        else f"\nall {len(findings)} checks passed{f', {warned} with a warning' * bool(warned)}; next: rondel train {recipe}"
+        else (
+            f"\nall {len(findings)} checks passed{f', {warned} with a warning' * bool(warned)}; next: "
+            f"rondel train {recipe}"
+        )
     )
     if wrong:
         raise typer.Exit(1)

@@ -44,8 +44,8 @@ def run(
         return
     if not like:
         raise UserError(
-            f"{checkpoint} is a checkpoint of Megatron-Core, which does not say how the model is built: name a model of "
-            "that kind with --like, such as the one that it was trained from"
+            f"{checkpoint} is a checkpoint of Megatron-Core, which does not say how the model is built: name a model "
+            "of that kind with --like, such as the one that it was trained from"
         )
     count = write_hugging_face(checkpoint, like, into)
     print(f"{into}: {count:,} numbers as transformers, vLLM and SGLang load them")

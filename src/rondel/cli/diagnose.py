@@ -72,6 +72,9 @@ def _print_findings(story: Any, found: list[Any], beside: set[str] | None) -> No
     )
     for number, f in enumerate(found, start=1):
         only = "   (only here)" if beside is not None and f.name not in beside else ""
-        told = f"\n{number}. {f.severity}: {f.name.replace('_', ' ')}{only}\n   {f.evidence}\n   {f.meaning}\n   next: {f.action}"
+        told = (
+            f"\n{number}. {f.severity}: {f.name.replace('_', ' ')}{only}\n   {f.evidence}\n   {f.meaning}\n   "
+            f"next: {f.action}"
+        )
         print(visible_text(told))
     print()

@@ -1,5 +1,5 @@
-"""Pictures of episodes in a world: what was done is done again in a world that draws itself, and must show the same. Where
-the policy has read pictures, these are stored, and they are shown.
+"""Pictures of episodes in a world: what was done is done again in a world that draws itself, and must show the same.
+Where the policy has read pictures, these are stored, and they are shown.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def acted_steps(row: dict[str, Any]) -> ContinuousSteps | None:
 
 
 def actions_per_step(folder: str | Path, recipe: dict[str, Any]) -> int:
-    """How many actions the policy of a run draws at once: 1, or those of a chunk. By its recipe, or where the folder that
-    this names is not there by the run's newest checkpoint.
+    """How many actions the policy of a run draws at once: 1, or those of a chunk. By its recipe, or where the folder
+    that this names is not there by the run's newest checkpoint.
     """
     from rondel.models.control.kinds import chunk_length
     from rondel.models.model_type import model_type_of

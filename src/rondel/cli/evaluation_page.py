@@ -108,7 +108,8 @@ def _curves(metrics: dict[str, list[float]]) -> str:
         return round(PLOT_HEIGHT - PAD / 2 - value * (PLOT_HEIGHT - PAD), 1)
 
     marks = [
-        f'<text x="0" y="{y(v) + 4}">{v:.0%}</text><path d="M{PAD} {y(v)}H{WIDTH - PAD}" stroke="currentColor" opacity=".15"/>'
+        f'<text x="0" y="{y(v) + 4}">{v:.0%}</text><path d="M{PAD} {y(v)}H{WIDTH - PAD}" stroke="currentColor" '
+        'opacity=".15"/>'
         for v in (0.0, 0.5, 1.0)
     ] + [f'<text x="{x(k) - 4}" y="{PLOT_HEIGHT}">{k:g}</text>' for k in sorted(set(ks))]
     for i, (what, points) in enumerate((w, p) for w, p in series.items() if p):

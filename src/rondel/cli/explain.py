@@ -105,7 +105,10 @@ def loss_formula(job: Any) -> str:
         + (
             "frozen: it plays and learns nothing"
             if policy.frozen
-            else f"the loss above over {_describe_agents(job, name)} alone, with their own counts, lr {job.of_policy(name).trainer.lr:g}"
+            else (
+                f"the loss above over {_describe_agents(job, name)} alone, with their own counts, lr "
+                f"{job.of_policy(name).trainer.lr:g}"
+            )
         )
         for name, policy in job.policies.items()
     ]

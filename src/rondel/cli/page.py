@@ -51,4 +51,7 @@ def _render_article(card: dict[str, Any]) -> str:
     text = "".join(f"<b>{escape(t)}</b>" if written else escape(t) + "\n" for written, t in card["pieces"])
     answer = "" if card["answer"] is None else f"<div class=facts>answer: {escape(str(card['answer']))}</div>"
     facts = escape(" · ".join(card["facts"]))
-    return f"<article><strong>{escape(card['task'])}</strong> <span class=facts>{facts}</span><pre>{text}</pre>{answer}</article>"
+    return (
+        f"<article><strong>{escape(card['task'])}</strong> <span "
+        f"class=facts>{facts}</span><pre>{text}</pre>{answer}</article>"
+    )

@@ -12,8 +12,9 @@ from rondel.runtime.telemetry.drawn_images import last_point
 
 
 def describe_coverage(rows: Iterable[dict[str, Any]]) -> str:
-    """ "120 points are nearest to 97 of the 1797 data points, 3.02 away on average; 110 of 120 to one of their own prompt";
-    "" where there are no points, or those to learn from are a user's own: to look at a run imports no code that it names.
+    """ "120 points are nearest to 97 of the 1797 data points, 3.02 away on average; 110 of 120 to one of their own
+    prompt"; "" where there are no points, or those to learn from are a user's own:
+    to look at a run imports no code that it names.
     """
     from rondel.generate.envs.points import POINTS, find_points
 

@@ -21,7 +21,8 @@ def run(
         str,
         typer.Argument(
             metavar="MODEL_OR_RUN",
-            help='A run folder, a checkpoint, a model folder, hub id, GGUF file, "smollm2-135m" or { random = "llama", ... }.',
+            help="A run folder, a checkpoint, a model folder, hub id, GGUF file, "
+            '"smollm2-135m" or { random = "llama", ... }.',
         ),
     ],
     host: Annotated[str, typer.Option(help="Where to listen; anything but loopback needs a key.")] = "127.0.0.1",
@@ -74,8 +75,8 @@ def run(
         typer.Option(
             min=0,
             max=1,
-            help="1: one more process encodes the pictures of a vision-language model, on a GPU of its own; also with --tp "
-            "or --dp.",
+            help="1: one more process encodes the pictures of a vision-language model, on a GPU of its own; also with "
+            "--tp or --dp.",
         ),
     ] = 0,
     adapter: Annotated[
@@ -85,7 +86,8 @@ def run(
         bool,
         typer.Option(
             "--enable-return-routed-experts",
-            help="Of a mixture: tell which experts tokens went to, where a request asks for it (return_routed_experts).",
+            help="Of a mixture: tell which experts tokens went to, where a request asks for it "
+            "(return_routed_experts).",
         ),
     ] = False,
     enable_adapters: Annotated[

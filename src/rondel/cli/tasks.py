@@ -35,8 +35,8 @@ def run(
     source: Annotated[
         CorpusSource,
         typer.Option(
-            help="Of search. debian: documentation packages, 51 MB to download; python: docstrings of what is installed; "
-            "tables: short facts of the standard library; auto: debian where apt-get is there, else python."
+            help="Of search. debian: documentation packages, 51 MB to download; python: docstrings of what is "
+            "installed; tables: short facts of the standard library; auto: debian where apt-get is there, else python."
         ),
     ] = CorpusSource.auto,
     most: Annotated[int | None, typer.Option(min=1, help="Of search: most passages.")] = None,
@@ -54,8 +54,9 @@ def run(
 
     search: task.env = { kind = "search", corpus = FOLDER } searches it, and task.data = { kind = "search_questions",
     corpus = FOLDER } asks. Nothing is installed; downloads are kept in FOLDER/packages. repositories: each task is
-    written if its solution scores 1 and the untouched repository less; check exits with 1 if one does not. shop: task.env = { kind = "shop", path = FOLDER } is
-    the shop, and task.data = { kind = "shop_tasks", path = FOLDER } its users.
+    written if its solution scores 1 and the untouched repository less; check exits with 1 if one does not. shop:
+    task.env = { kind = "shop", path = FOLDER } is the shop, and task.data = { kind = "shop_tasks",
+    path = FOLDER } its users.
     """
     if family is TaskFamily.check:
         check_repositories(path, format, checkouts, as_json)

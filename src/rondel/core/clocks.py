@@ -1,8 +1,8 @@
 """Clocks and accounts of time (law 13): of the day, one that stands while its process is stopped, a worker's, a step's.
 
-No wait on an event loop that keeps time by the second clock is over because nobody ran, be it for Ctrl-Z and `fg` an hour
-later, a debugger or a frozen container. In an account every moment since it began belongs to exactly one kind, so the
-shares sum to 100 %, and the laps of a step to the step.
+No wait on an event loop that keeps time by the second clock is over because nobody ran, be it for Ctrl-Z and `fg` an
+hour later, a debugger or a frozen container. In an account every moment since it began belongs to exactly one kind, so
+the shares sum to 100 %, and the laps of a step to the step.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def _name_of(found: Any, at: str) -> str:
 
 
 def pack_given() -> bytes:
-    """All of them for a worker; nothing where nothing was given. What cannot be pickled is only an error where a worker looks for it:
-    an environment or a filter never leaves this process.
+    """All of them for a worker; nothing where nothing was given. What cannot be pickled is only an error where a worker
+    looks for it: an environment or a filter never leaves this process.
     """
     if not GIVEN:
         return b""

@@ -49,13 +49,13 @@ class Mesh:
             )
         if self.overlap and (self.tp == 1 or not self.sp):
             raise ValueError(
-                f"overlap = true with tp = {self.tp} and sp = {str(self.sp).lower()}: it is for rows that lie apart over tp; "
-                "set tp to 2 or more and sp = true, or leave overlap out"
+                f"overlap = true with tp = {self.tp} and sp = {str(self.sp).lower()}: it is for rows that lie apart "
+                "over tp; set tp to 2 or more and sp = true, or leave overlap out"
             )
         if self.cp_attention == "ring" and self.cp == 1:
             raise ValueError(
-                'cp_attention = "ring" with cp = 1: it says how ranks that share a row give each other keys and values; '
-                "set cp to 2 or more, or leave cp_attention out"
+                'cp_attention = "ring" with cp = 1: it says how ranks that share a row give each other keys and '
+                "values; set cp to 2 or more, or leave cp_attention out"
             )
         if self.shards * self.cp * self.tp % self.ep:
             raise ValueError(

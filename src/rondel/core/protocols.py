@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 
 from rondel.core.types import (
     Completion,
@@ -24,6 +24,10 @@ from rondel.core.types import (
 )
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from torch import Tensor
+
     from rondel.core.sandbox_types import BoxUsage, CommandResult, Limits
     from rondel.core.tensor_parts import Block, TensorPart
 
@@ -31,9 +35,16 @@ Interrupt = Literal["hold", "drain", "abort"]
 Earned = float | list[tuple[int, float]]
 Tags = tuple[str, ...]  # "weights", "kv_cache", "cuda_graph"
 # each whole and under its HF name, one at a time: a gathered tensor can go when its turn is over
-Tensors = Iterable[tuple[str, Any]]
+Tensors = Iterable[tuple[str, "Tensor"]]
 Progress = dict[int, tuple[int, Sequence[int]]]  # key of a request -> (tokens before these, tokens)
-Weights = Iterable[tuple[TensorInfo, Any]]  # the same with shape, dtype and digest
+Weights = Iterable[tuple[TensorInfo, "Tensor"]]  # the same with shape, dtype and digest
+Messages = list[dict[str, object]]  # of a conversation, as chat templates read them
+Schemas = Sequence[dict[str, object]]  # of tools, as OpenAI's `tools` has them
+
+BatchT = TypeVar("BatchT")  # what a trainer takes a step on
+AlgoT_contra = TypeVar("AlgoT_contra", contravariant=True)  # the loss of that step
+AnswerT = TypeVar("AnswerT")  # of a worker, as who asks knows it
+AddressT = TypeVar("AddressT")  # where a writer's bytes lie
 
 
 class RolloutEngine(Protocol):
@@ -63,7 +74,7 @@ class ProgressEngine(Protocol):
     async def progress(self, known: Mapping[int, int]) -> Progress: ...
 
 
-class Trainer(Protocol):
+class Trainer(Protocol[BatchT, AlgoT_contra]):
     """Owns the weights being trained. The driver sends whole groups packed once; ranks
     and micro-batches are its own affair.
     """
@@ -72,8 +83,8 @@ class Trainer(Protocol):
     def moved(self) -> bool: ...  # whether the last step changed bits of the weights that engines read
 
     async def logprobs(self, tokens: list[int]) -> list[float]: ...  # of a probe prompt, under the current weights
-    async def annotate(self, batch: Any, needs: frozenset[str]) -> Any: ...
-    async def step(self, batch: Any, algo: Any) -> StepStats: ...
+    async def annotate(self, batch: BatchT, needs: frozenset[str]) -> BatchT: ...
+    async def step(self, batch: BatchT, algo: AlgoT_contra) -> StepStats: ...
     async def publish(self, route: Route) -> tuple[Manifest, Route]: ...  # -> what there is, and where
     async def send(self, route: Route) -> None: ...  # while the engines receive it: only where both must meet
     async def save(self, path: Path) -> None: ...
@@ -82,15 +93,26 @@ class Trainer(Protocol):
     async def wake(self, tags: Tags) -> None: ...
 
 
+class AskedCall(Protocol):
+    """A call of a tool, as a reply asks for it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def arguments(self) -> dict[str, object]: ...
+    @property
+    def fault(self) -> str: ...  # why it cannot be carried out, for the policy to read
+
+
 class Chat(Protocol):
     """A conversation with the policy whose token buffer is the only truth."""
 
     trajectory: Trajectory
 
     # render once, append, mask 0
-    def give(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> None: ...
+    def give(self, messages: Messages, tools: Schemas = ()) -> None: ...
     async def reply(self) -> Completion: ...  # the policy writes, mask 1
-    async def calls(self, done: Completion) -> list[Any]: ...  # the tools that a reply asks for
+    async def calls(self, done: Completion) -> Sequence[AskedCall]: ...  # the tools that a reply asks for
     # another agent's conversation in the same episode, written by the policy that plays it
     def beside(self, agent: str = "") -> Chat: ...
 
@@ -120,7 +142,7 @@ class SandboxCell(Protocol):
 class SandboxFactory(Protocol):
     """What makes them: lent to rewards and tools that have a `sandbox` among their settings."""
 
-    def cell(self, limits: Limits, **settings: Any) -> SandboxCell: ...
+    def cell(self, limits: Limits, **settings: object) -> SandboxCell: ...
 
 
 class Env(Protocol):
@@ -135,7 +157,7 @@ class Env(Protocol):
 class PromptedEnv(Protocol):
     """An environment whose opening is known: too long a prompt is found before the run."""
 
-    def prompt(self, task: Task) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]]]: ...  # messages, tools
+    def prompt(self, task: Task) -> tuple[Messages, Schemas]: ...
 
 
 @runtime_checkable
@@ -165,7 +187,7 @@ class GoldEnv(Protocol):
 class DemonstratingEnv(Protocol):
     """An environment that writes its demonstrations itself, by the noise of `key`: of points, which have no text."""
 
-    def demonstrate(self, task: Task, chat: Any, key: int) -> Trajectory: ...
+    def demonstrate(self, task: Task, chat: Chat, key: int) -> Trajectory: ...
 
 
 @runtime_checkable
@@ -207,20 +229,20 @@ class Transport(Protocol):
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]: ...  # the trainer's
     def send(self, route: Route, weights: Tensors) -> None: ...
     # the engine's
-    def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Any]) -> Iterator[tuple[str, Any]]: ...
+    def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]: ...
     def close(self) -> None: ...
 
 
 @runtime_checkable
-class PartTransport(Protocol):
+class PartTransport(Protocol[AddressT]):
     """A transport to which each rank of a trainer on one machine gives what it holds, so that nobody gathers."""
 
     # of every rank's parts, by name -> the blocks that each of them is to write
     def assign_parts(
         self, held: Sequence[Mapping[str, TensorPart]], itemsize: Mapping[str, int]
     ) -> list[dict[str, list[Block]]]: ...
-    def write_parts(self, pieces: Iterable[Any]) -> Any: ...  # one rank's blocks, in order -> where they lie
-    def route_parts(self, addresses: Sequence[Any], assigned: Sequence[Mapping[str, list[Block]]]) -> Route: ...
+    def write_parts(self, pieces: Iterable[Tensor]) -> AddressT: ...  # one rank's blocks, in order -> where they lie
+    def route_parts(self, addresses: Sequence[AddressT], assigned: Sequence[Mapping[str, list[Block]]]) -> Route: ...
 
 
 @runtime_checkable
@@ -230,7 +252,7 @@ class PartSource(Protocol):
     def has_parts(self, route: Route) -> bool: ...
     def receive_parts(
         self, route: Route, manifest: Manifest, wanted: Mapping[str, TensorPart]
-    ) -> Iterator[tuple[str, Any]]: ...
+    ) -> Iterator[tuple[str, Tensor]]: ...
 
 
 @runtime_checkable
@@ -240,10 +262,24 @@ class SeveralWays(Protocol):
     def way_of(self, route: Route) -> Transport: ...
 
 
-class RemoteProxy(Protocol):
-    """A proxy with the same awaitable verbs, wherever the object lives."""
+class RemoteVerb(Protocol):
+    """A method of an object elsewhere, which is waited for."""
 
-    def __getattr__(self, verb: str) -> Any: ...
+    def __call__(self, *args: object) -> Awaitable[AnswerT]: ...
+
+
+class RemoteProxy(Protocol):
+    """A worker, and a proxy with the same awaitable verbs as its object, wherever that lives."""
+
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def fate(self) -> str: ...  # how it ended
+    @property
+    def host(self) -> str: ...  # where others reach it
+    def dismiss(self) -> None: ...
+    def ask(self, verb: str, *args: object) -> Future[AnswerT]: ...  # for a thread
+    def __getattr__(self, verb: str) -> RemoteVerb: ...
 
 
 class MemoryClaim(Protocol):
@@ -259,7 +295,7 @@ class Cluster(Protocol):
     """
 
     def spawn(
-        self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True
+        self, name: str, make: Callable[..., object], *args: object, cores: Sequence[int] = (), tells: bool = True
     ) -> RemoteProxy: ...
     def pids(self) -> dict[str, int]: ...  # of those on this machine, by name
     def dump(self) -> None: ...  # the stacks of all, into their logs

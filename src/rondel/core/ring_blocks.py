@@ -90,8 +90,8 @@ def ring_hops(pieces: Sequence[RingPiece], ranks: int, reach: Reach = (None, Non
 
 
 def ring_tokens(segments: Sequence[RowSegment], dealing: RowDealing, reach: Reach = (None, None)) -> int:
-    """Tokens whose keys and values arrive somewhere in one round, summed over the ranks. Gathered, it would be n - 1 times
-    those that are shared.
+    """Tokens whose keys and values arrive somewhere in one round, summed over the ranks. Gathered, it would be n - 1
+    times those that are shared.
     """
     hops = ring_hops(ring_pieces(segments, dealing), len(dealing.lengths), reach)
     return sum(n * length for n, length in zip(hops, dealing.lengths))

@@ -1,4 +1,5 @@
-"""How a packed row lies over the ranks that share it (context parallel): as much of it as possible whole on one of them.
+"""How a packed row lies over the ranks that share it (context parallel):
+as much of it as possible whole on one of them.
 
     row      | prompt P | c1 .. | c2 ... | c3 . |  prompt P' | c ................................ |
     rank 0     p        | c1 .. |          c3 . |  p'        | c ...............                      P, P' and c are

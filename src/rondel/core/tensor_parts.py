@@ -1,4 +1,5 @@
-"""Which numbers of a whole tensor somebody has, as boxes: of a shard, of a part that is cut by tp or ep, of a shard of it.
+"""Which numbers of a whole tensor somebody has, as boxes: of a shard, of a part that is cut by tp or ep,
+of a shard of it.
 
 whole [6, 4]        part [3, 4], rows 1-2 and 5 of the whole
 ┌─────────┐

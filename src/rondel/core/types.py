@@ -290,10 +290,10 @@ class Trajectory:
               nothing was cut, and for all if nothing ever was
     behavior_top [T]     (ids [K], log-probabilities [K]) of the likeliest tokens, or of more draws, by the distribution
               that drew it; None where the policy only read, and for all unless a row needs them
-    steps                one for each token that the policy wrote, where its tokens do not say it all: the points of a flow
-              or the actions in a world (core/continuous_steps.py), whose token is the number of the step, or of an action
-              that is counted, and whose log-probability may be a log-density, which may be above 0; the blocks that a
-              masked-diffusion model saw (core/unmasking_steps.py)
+    steps                one for each token that the policy wrote, where its tokens do not say it all: the points of a
+              flow or the actions in a world (core/continuous_steps.py), whose token is the number of the step, or of an
+              action that is counted, and whose log-probability may be a log-density, which may be above 0; the blocks
+              that a masked-diffusion model saw (core/unmasking_steps.py)
     teacher_prompts      what a teacher reads instead of its prompt, by the teacher's place; None for the prompt itself
     media                the pictures that it reads, each where its placeholders stand (core/media.py)
     policy               whose weights wrote: "policy", or one of the recipe's policies that plays the
@@ -413,7 +413,8 @@ class Trajectory:
 
     @property
     def is_attempt(self) -> bool:
-        """Whether it was an attempt at the task, and not what a learned model of its world did (core/transitions.py)."""
+        """Whether it was an attempt at the task, and not what a learned model
+        of its world did (core/transitions.py)."""
         return not self.agent.startswith(BESIDE)
 
     @property
@@ -487,8 +488,8 @@ class Group:
         return counts
 
     def sum_boxes(self) -> dict[str, float]:
-        """What the samples used of sandboxes: {"episodes": 8, "seconds": 41.2, "cpu": 3.1, "peak": 31457280}; the peak is
-        of one episode, cpu and peak are there if somebody counted them. Nothing where no episode had a box.
+        """What the samples used of sandboxes: {"episodes": 8, "seconds": 41.2, "cpu": 3.1, "peak": 31457280}; the peak
+        is of one episode, cpu and peak are there if somebody counted them. Nothing where no episode had a box.
         """
         used = [t.timings for t in self.policy_samples if "box_seconds" in t.timings]
         if not used:
@@ -650,8 +651,8 @@ class Request:
     `lines` are the stints of its recorded run, to be computed again: at each it stands
     still until those weights have gone. `media` are the pictures among its tokens, which only
     an engine with the capability "images" sees. `steps` are those of its continuation, where tokens have some.
-    `observation` is what a world shows [O], where a policy draws actions: it is asked for one. `start_key` is that of the
-    noise which a flow begins with, where that is not its own: answers of one group may share it.
+    `observation` is what a world shows [O], where a policy draws actions: it is asked for one. `start_key` is that of
+    the noise which a flow begins with, where that is not its own: answers of one group may share it.
     """
 
     tokens: Sequence[int]

@@ -21,8 +21,8 @@ class UnmaskingSteps:
     rows   [K, 1 + B] int32: the step of its block in which it was drawn, and the block as it stood before that step: a
            token, MASKED or ABSENT for each position
 
-    All tokens of one step have the same block, so the trainer computes it once. A demonstration has SHOWN for a step: its
-    block is masked at random, and the tokens that are masked there are learned from the others.
+    All tokens of one step have the same block, so the trainer computes it once. A demonstration has SHOWN for a step:
+    its block is masked at random, and the tokens that are masked there are learned from the others.
     """
 
     rows: np.ndarray

@@ -85,8 +85,8 @@ def _prompt_excerpt(text: str) -> str:
 
 
 def read_answer(folder: Path, step: int, at: int, first: int = 0) -> Json:
-    """One answer: facts, prompt, whether it is an episode in a world, the image that it is, and from token `first` on a page of (text,
-    written, version, logprob, trainer's logprob, advantage).
+    """One answer: facts, prompt, whether it is an episode in a world, the image that it is, and from token `first` on a
+    page of (text, written, version, logprob, trainer's logprob, advantage).
     """
     row = find_row(folder, step, at)
     read = _token_reader(folder)

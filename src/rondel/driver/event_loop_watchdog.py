@@ -19,7 +19,8 @@ LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 class EventLoopWatchdog:
-    """`with EventLoopWatchdog() as stalls: await ...` -> stalls.longest, and stalls.describe(): "1.0 s at my_env.py:12".
+    """`with EventLoopWatchdog() as stalls: await ...` -> stalls.longest, and stalls.describe():
+    "1.0 s at my_env.py:12".
 
     Only code that is neither Rondel's nor Python's counts, without the time that the machine was busy elsewhere.
     Each place counts by itself: a library that was slow once does not hide the line that blocks.

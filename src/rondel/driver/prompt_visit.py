@@ -58,8 +58,8 @@ class PromptVisit:
         reward = trajectory.reward
         if reward not in (None, 0, 1):
             raise DataError(
-                f"task {self.task}: an answer earned {reward:g}, and algo.advantage.kind = 'anchored' counts rewards of 0 "
-                "and 1. Take a reward that says right or wrong, or another row (dr_grpo, maxrl)"
+                f"task {self.task}: an answer earned {reward:g}, and algo.advantage.kind = 'anchored' counts rewards "
+                "of 0 and 1. Take a reward that says right or wrong, or another row (dr_grpo, maxrl)"
             )
         return reward
 

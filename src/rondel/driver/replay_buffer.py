@@ -14,12 +14,12 @@ from rondel.runtime.journal import store
 
 @dataclass
 class ReplayBuffer:
-    """`ReplayBuffer(groups=4, max_lag=2, seed=0)`: 4 of the groups of every step are drawn, without replacement, and each
-    comes back once.
+    """`ReplayBuffer(groups=4, max_lag=2, seed=0)`: 4 of the groups of every step are drawn, without replacement, and
+    each comes back once.
 
     A group that was lag versions old at its step t comes back at t + d, d drawn from 1 .. max_lag - lag: so it is never
-    older than that (law 2), and one that was as old already does not come back. max_lag is loop.max_staleness, the bound
-    of every other group, or beyond it for a row that corrects for who drew a token.
+    older than that (law 2), and one that was as old already does not come back. max_lag is loop.max_staleness, the
+    bound of every other group, or beyond it for a row that corrects for who drew a token.
     What is drawn depends on the seed and the group's number alone, so a resumed or repeated run draws the same.
     """
 

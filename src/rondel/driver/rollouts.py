@@ -164,8 +164,8 @@ class GroupRollouts:
         return episode
 
     async def _score_together(self, slot: Slot, episodes: list[list[Trajectory]], first: int = 0) -> None:
-        """A groupwise reward sees all answers in one call. While a run pauses all are asked for again, and those that the
-        world broke are played again first.
+        """A groupwise reward sees all answers in one call. While a run pauses all are asked for again, and those that
+        the world broke are played again first.
         """
         asked = [i for i, episode in enumerate(episodes) if episode[0].score is None]
         while True:

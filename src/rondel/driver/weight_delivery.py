@@ -90,8 +90,8 @@ class WeightDelivery:
         buffer.end_delivery()
 
     async def _repeat_healed(self, work: Callable[[], Awaitable[T]], *, again: bool = True) -> T:
-        """Once more if an engine ended in the middle of it; if a rank of the trainer did, that is the error. `again`: also
-        another way.
+        """Once more if an engine ended in the middle of it; if a rank of the trainer did, that is the error. `again`:
+        also another way.
         """
         while True:
             try:

@@ -22,7 +22,8 @@ _MOST, _LEAST = tl.constexpr(448.0), tl.constexpr(2.0**-100)  # E4M3_MOST and LE
 
 
 def encode_blocks(weight: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """[..., O, I] -> codes [..., O, I], scales [..., ⌈O/rows⌉, ⌈I/128⌉] in float32; inf where a number is not finite."""
+    """[..., O, I] -> codes [..., O, I], scales [..., ⌈O/rows⌉, ⌈I/128⌉] in float32;
+    inf where a number is not finite."""
     *lead, o, i = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(*lead, -(-o // rows), -(-i // COLUMNS), dtype=torch.float32, device=weight.device)

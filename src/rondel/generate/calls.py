@@ -31,7 +31,8 @@ PROBE: dict[str, Any] = {
 }
 TOLD = (
     "You may call one or more of these functions:\n<tools>\n{tools}\n</tools>\n"
-    'For each call write a JSON object within <tool_call></tool_call>:\n<tool_call>\n{{"name": <function>, "arguments": '
+    'For each call write a JSON object within <tool_call></tool_call>:\n<tool_call>\n{{"name": '
+    '<function>, "arguments": '
     "<object>}}\n</tool_call>"
 )
 

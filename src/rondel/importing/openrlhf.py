@@ -47,7 +47,9 @@ REASONS = {
     "ref.*": "the reference is a frozen copy of the starting weights, on the one device",
     "vllm.*": ENGINE,
     "ds.lora.*": LORA,
-    "ds.load_in_4bit": "whole weights cannot be trained in 4 bits: with ds.lora.rank it is model.adapter.kind = 'qlora'",
+    "ds.load_in_4bit": (
+        "whole weights cannot be trained in 4 bits: with ds.lora.rank it is model.adapter.kind = 'qlora'"
+    ),
     "ds.packing_samples": PACKED,
     "ds.*": DEVICE,
     "*num_nodes": DEVICE,

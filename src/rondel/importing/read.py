@@ -29,7 +29,10 @@ OTHERS = {  # the word that names another trainer of theirs, or none
 ONLY = {  # keys that only another trainer has, where no command names one
     "trl": {
         "sft": "assistant_only_loss completion_only_loss dataset_text_field packing packing_strategy eval_packing",
-        "dpo": "f_divergence_type label_smoothing ld_alpha precompute_ref_log_probs use_weighting reference_free rpo_alpha discopop_tau",
+        "dpo": (
+            "f_divergence_type label_smoothing ld_alpha precompute_ref_log_probs use_weighting reference_free "
+            "rpo_alpha discopop_tau"
+        ),
         "rloo": "normalize_advantages reward_clip_range",
         "kto": "desirable_weight undesirable_weight",
         "reward": "center_rewards_coefficient",

@@ -123,11 +123,15 @@ REASONS = {
     "*lora*": LORA,
     "actor_rollout_ref.rollout.multi_turn*": "turns are an environment: task.env = 'module:name'",
     "actor_rollout_ref.rollout.agent*": "turns are an environment: task.env = 'module:name'",
-    "actor_rollout_ref.rollout.val_kwargs*": "evaluations draw one answer a task, greedily unless task.eval says otherwise",
+    "actor_rollout_ref.rollout.val_kwargs*": (
+        "evaluations draw one answer a task, greedily unless task.eval says otherwise"
+    ),
     "actor_rollout_ref.rollout*": ENGINE,
     "actor_rollout_ref.ref*": "the reference is a frozen copy of the starting weights",
     "actor_rollout_ref.model*": "the model is loaded as its folder says",
-    "data.max_prompt_length": "a prompt may fill the model's context, and a longer one is an error; task.max_prompt_tokens leaves it out",
+    "data.max_prompt_length": (
+        "a prompt may fill the model's context, and a longer one is an error; task.max_prompt_tokens leaves it out"
+    ),
     "data.filter_overlong_prompts*": "prompts are counted in the process",
     "data.truncation": "a prompt is never cut",
     "reward*": "a reward is a function here: task.reward = 'module:name'",
@@ -183,7 +187,10 @@ def _translate_task(s: PeerSettings) -> Iterator[Part]:
         yield RecipeLine("task.reward", f"{Path(str(path)).stem}:{name or 'compute_score'}", both, ask=wrap)
     else:
         field = str(s["data.reward_fn_key"])
-        ask = f"a scorer for each {field} of your rows: those that theirs are nearest to; name the others, remove what you have not"
+        ask = (
+            f"a scorer for each {field} of your rows: those that theirs are nearest to; name the others, "
+            "remove what you have not"
+        )
         yield RecipeLine(
             "task.reward", {"kind": "by", "field": field, "parts": dict(SCORERS)}, ("data.reward_fn_key",), ask=ask
         )
@@ -676,9 +683,11 @@ def _translate_placement(s: PeerSettings) -> Iterator[Part]:
         "ep": (f"{megatron}.expert_model_parallel_size",),
     }
     without = {
-        f"{ROLLOUT}.data_parallel_size": "an engine is one copy of the weights here; place.engines says how many there are",
+        f"{ROLLOUT}.data_parallel_size": "an engine is one copy of the weights here; "
+        "place.engines says how many there are",
         f"{megatron}.expert_tensor_parallel_size": "an expert lies whole on a rank here",
-        f"{ROLLOUT}.pipeline_model_parallel_size": "an engine of several devices divides every matrix here, not its layers",
+        f"{ROLLOUT}.pipeline_model_parallel_size": "an engine of several devices divides every matrix here, "
+        "not its layers",
         f"{ROLLOUT}.expert_parallel_size": "an engine of several devices divides every matrix here, not its experts",
     }
     yield from translate_placement(

@@ -88,8 +88,8 @@ class HostActivations:
 
 
 class DiskActivations:
-    """In a file without a name, so that nothing is left of it after any exit. Each lies in the first gap between those that
-    are still wanted: a pipeline (train/pipeline_schedule.py) begins micro-batches before earlier ones are used up.
+    """In a file without a name, so that nothing is left of it after any exit. Each lies in the first gap between those
+    that are still wanted: a pipeline (train/pipeline_schedule.py) begins micro-batches before earlier ones are used up.
 
     size  where the last of them ends
     """

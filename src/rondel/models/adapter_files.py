@@ -23,8 +23,8 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def save_adapter(loaded: LoadedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """What peft and vLLM read, and `base.json`: where the base came from and the digest of its bits. `weights`: in place of
-    the module's own, which may not have all layers.
+    """What peft and vLLM read, and `base.json`: where the base came from and the digest of its bits. `weights`: in
+    place of the module's own, which may not have all layers.
     """
     assert loaded.adapter is not None
     config, origin = loaded.adapter.config, loaded.model.config.name_or_path

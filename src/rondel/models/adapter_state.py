@@ -42,7 +42,8 @@ class ModelAdapter:
 
 
 def own_factors(layer: Any) -> tuple[Tensor, Tensor]:
-    """A [r, I] and B [O, r] of an adapted layer; where its matrix is cut over ranks, what belongs to this rank's part."""
+    """A [r, I] and B [O, r] of an adapted layer; where its matrix is cut over ranks,
+    what belongs to this rank's part."""
     a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     cut: FactorCut | None = getattr(layer, "factor_cut", None)
     return (a, b) if cut is None else cut.take_own(a, b)

@@ -18,8 +18,8 @@ def model_blocks(model: Any) -> list[nn.Module]:
 
 
 def decoder_blocks(model: Any, decoder: Any) -> list[nn.Module]:
-    """Those of its `decoder` that are in no other, in the order in which it calls them; of a family that names none, its
-    longest list of layers.
+    """Those of its `decoder` that are in no other, in the order in which it calls them; of a family that names none,
+    its longest list of layers.
     """
     own = {id(module) for module in decoder.modules()}
     found = [block for block in model_blocks(model) if id(block) in own]

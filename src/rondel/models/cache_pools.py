@@ -1,5 +1,5 @@
-"""Memory of an engine's step: pools of cached keys and values, where its new tokens lie in them, and copies between host
-and device for which the host does not wait.
+"""Memory of an engine's step: pools of cached keys and values, where its new tokens lie in them, and copies between
+host and device for which the host does not wait.
 
 A copy from ordinary memory makes CUDA finish all that was asked of it before, so what is uploaded lies in pinned memory
 first. torch keeps such memory until the device has read it.

@@ -57,7 +57,8 @@ class RankGroup:
         return x
 
     def all_to_all(self, x: Tensor, out: Tensor, sent: list[int] | None = None, got: list[int] | None = None) -> Tensor:
-        """Runs of x, `sent` rows for each rank, to where runs of out, `got` rows from each, are; even ones without. -> out."""
+        """Runs of x, `sent` rows for each rank, to where runs of out, `got` rows from each, are; even ones without.
+        -> out."""
         self.group.alltoall_base(out, x.contiguous(), got or [], sent or []).wait()  # groups of engines have this name
         return out
 
@@ -79,8 +80,8 @@ class RankGroup:
     def exchange_messages(
         self, sent: Sequence[tuple[Tensor, int]], got: Sequence[tuple[Tensor, int]]
     ) -> Callable[[], None]:
-        """Begin to send tensors to other ranks, and to receive from others, whose numbers count round a ring; as `shift`
-        does with two neighbours.
+        """Begin to send tensors to other ranks, and to receive from others, whose numbers count round a ring; as
+        `shift` does with two neighbours.
         """
         ops = [(dist.isend, *message) for message in sent] + [(dist.irecv, *message) for message in got]
         messages = [
@@ -234,7 +235,8 @@ def keep_rows(x: Tensor, lengths: Sequence[int], ranks: RankGroup, *, summed: bo
 
 
 def exchange_rows(x: Tensor, sent: list[int], got: list[int], ranks: RankGroup) -> Tensor:
-    """Rows [sum(sent), ...], in runs for each rank -> rows [sum(got), ...], in runs from each rank; runs may be empty."""
+    """Rows [sum(sent), ...], in runs for each rank -> rows [sum(got), ...], in runs from each rank;
+    runs may be empty."""
     return _ExchangeRows.apply(x, sent, got, ranks)
 
 

@@ -5,8 +5,8 @@
 
 A segment that a cut goes through is two, of which the second continues the first, so the layout of packed training
 carries it. Cuts are where the work is equal, not the tokens: a token costs its own products and its context's scores.
-Gathered keys and values are not kept for the backward pass, they are gathered again. Or they are never gathered: they go
-round a ring, a block at a time (models/ring_attention.py).
+Gathered keys and values are not kept for the backward pass, they are gathered again. Or they are never gathered: they
+go round a ring, a block at a time (models/ring_attention.py).
 """
 
 from __future__ import annotations

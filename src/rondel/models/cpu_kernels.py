@@ -11,10 +11,10 @@ On CPUs with AVX2 alone also the products with packed weights (cpu_product.cpp).
     product     y = x wᵀ + b, of w in panels [O / 16, I, 16]             none: training multiplies through oneDNN
     words       the same in fp32 of panels [O / 32, I, 32] of fp32 numbers or [O / 32, I / 2, 32, 2] of bfloat16 ones   none
 
-torch reads and writes what a norm needs seven times, and a bfloat16 number beside a float32 one is first copied. Trainer
-and engine both call these, in every pass: what decides is the model and the sizes of a call, and never what a pass wants,
-so that two passes over the same weights have the same bits. A row has the same bits wherever it lies, whoever is beside
-it, and on any number of threads. Each rounds where torch's operations do, but for
+torch reads and writes what a norm needs seven times, and a bfloat16 number beside a float32 one is first copied.
+Trainer and engine both call these, in every pass: what decides is the model and the sizes of a call, and never what a
+pass wants, so that two passes over the same weights have the same bits. A row has the same bits wherever it lies,
+whoever is beside it, and on any number of threads. Each rounds where torch's operations do, but for
 scores of a decode step, which stay in fp32. Where models/tree_loops.py does not take it, the products of training
 attention are torch's; what lies between them is one pass over the scores, in their place.
 """
@@ -52,12 +52,14 @@ def use_library(library: Any) -> None:
 
 
 def kernels_of(device: torch.device) -> str:
-    """What computes there in this process between products, as a run's facts name it; "" for another device than a CPU."""
+    """What computes there in this process between products, as a run's facts name it;
+    "" for another device than a CPU."""
     return "" if device.type != "cpu" else PLAIN_KERNELS if _loaded is None else LOOPS
 
 
 def has_kernels(*tensors: Tensor) -> bool:
-    """Whether these are numbers that the kernels can read: on a CPU, of a dtype they know, in no pass that is traced."""
+    """Whether these are numbers that the kernels can read: on a CPU, of a dtype they know,
+    in no pass that is traced."""
     return (
         all(type(x) in PLAIN and x.device.type == "cpu" and x.dtype in CODES for x in tensors)
         and not torch.compiler.is_compiling()
@@ -102,7 +104,8 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 def rotate_pair(
     plain: Any, q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """q [1,H,T,D], k [1,K,T,D], cosine and sine [1,T,D] -> the same shapes; `plain` of what the kernel does not compute."""
+    """q [1,H,T,D], k [1,K,T,D], cosine and sine [1,T,D] -> the same shapes;
+    `plain` of what the kernel does not compute."""
     fits = (
         unsqueeze_dim == 1
         and q.dim() == 4
@@ -357,8 +360,8 @@ class DecodeContexts(NamedTuple):
 
 
 def attend_decode(q: Tensor, keys: Tensor, values: Tensor, contexts: DecodeContexts, rule: ScoreRule) -> Tensor:
-    """q [B,H,D] over pools [K,pages,D] -> [B,H,D]; all that a request sees of its context, in the order of its tokens, so
-    that who shares a prefix with whom changes no bits.
+    """q [B,H,D] over pools [K,pages,D] -> [B,H,D]; all that a request sees of its context, in the order of its tokens,
+    so that who shares a prefix with whom changes no bits.
     """
     q, (own, lengths, prefix, *family, members) = q.contiguous(), contexts
     out, heads = torch.empty_like(q), len(keys)
@@ -376,12 +379,13 @@ def attend_decode(q: Tensor, keys: Tensor, values: Tensor, contexts: DecodeConte
 
 
 def has_panels() -> bool:
-    """Whether products with packed weights can go this way here: where the loops are and their bits are oneDNN's. Faster
-    they are on CPUs with AVX2 alone.
+    """Whether products with packed weights can go this way here: where the loops are and their bits are oneDNN's.
+    Faster they are on CPUs with AVX2 alone.
 
-    Each sum takes up to 1,024 products in their order, none of them rounded, and sums of what is longer are added. So do
-    oneDNN's in version 3.12, in training, too: a row's bits are the same in engine and trainer, alone and in company.
-    But for few rows oneDNN reads weights at half the speed of this memory, and bfloat16 ones as copies in fp32.
+    Each sum takes up to 1,024 products in their order, none of them rounded, and sums of what is longer are added. So
+    do oneDNN's in version 3.12, in training, too: a row's bits are the same in engine and trainer, alone and in
+    company. But for few rows oneDNN reads weights at half the speed of this memory,
+    and bfloat16 ones as copies in fp32.
     """
     return _loaded is not None and _have_equal_bits()
 

@@ -1,5 +1,5 @@
-"""What a layer does with attention scores before and in the softmax, as one value, and the attention of a padded batch that
-computes it: by torch's kernels where they carry the rule, with the scores written out where they do not.
+"""What a layer does with attention scores before and in the softmax, as one value, and the attention of a padded batch
+that computes it: by torch's kernels where they carry the rule, with the scores written out where they do not.
 
     score   s_ij = softcap * tanh(scale * q_i k_j / softcap) - slope_h * (i - j)      i, j: positions of one sequence
     sight   i sees j if 0 <= i - j < window and both lie in the same chunk of positions
@@ -48,7 +48,8 @@ class ScoreRule:
         )
 
     def visible(self, at: Tensor, distance: Tensor) -> Tensor:
-        """Positions of queries `at` and their distances to keys, in shapes that broadcast -> True where a key is seen."""
+        """Positions of queries `at` and their distances to keys,
+        in shapes that broadcast -> True where a key is seen."""
         seen = distance >= 0
         if self.window is not None:
             seen = seen & (distance < self.window)

@@ -2,8 +2,8 @@
 
     W [O, I] as parts of a number format (rondel/formats) ── decode ──> W in the dtype of x ── x Wᵀ + b
 
-The memory of a weight is that of the format; a pass reads the parts, writes W and reads it again. The product is that of a
-layer that holds W, so what is drawn is the same.
+The memory of a weight is that of the format; a pass reads the parts, writes W and reads it again. The product is that
+of a layer that holds W, so what is drawn is the same.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class EncodedLinear(nn.Linear):
 
 @torch.no_grad()
 def hold_encoded(model: Any, chosen: Mapping[str, tuple[WeightFormat, Tensor]]) -> set[str]:
-    """Put an EncodedLinear in the place of each linear layer that holds one of these weights: how it is encoded, and from
-    what, by the parameter's name. -> names of those that are not in a plain linear layer, and stay as they are.
+    """Put an EncodedLinear in the place of each linear layer that holds one of these weights: how it is encoded, and
+    from what, by the parameter's name. -> names of those that are not in a plain linear layer, and stay as they are.
     """
     layers: dict[nn.Module, EncodedLinear] = {}
     left = set()

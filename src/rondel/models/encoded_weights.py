@@ -149,8 +149,8 @@ class EncodedArrival:
         return {**self._held, **own, **empty}
 
     def add_part(self, name: str, tensor: Tensor, *, beside: bool) -> tuple[str, Tensor] | None:
-        """The next part. -> the parameter's name and its numbers, in its own layout, once all of its parts are here and it
-        is not kept encoded. `beside`: what is goes on serving until the commit.
+        """The next part. -> the parameter's name and its numbers, in its own layout, once all of its parts are here and
+        it is not kept encoded. `beside`: what is goes on serving until the commit.
         """
         of, part = self._owner[name]
         form, own = self.forms[of], self._parts.setdefault(of, {})

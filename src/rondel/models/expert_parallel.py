@@ -5,17 +5,19 @@
     rank 1   router ─┘ [T k, H] └─ experts E/n ... E - 1  ─┘ [T k, H] └─ the same for the tokens of this rank
 
 Routers, shared experts and everything else stay as they are. A replayed route (models/routing_tape.py) is the
-router's, so it is dispatched like any other. No capacity, no dropped token: what an expert gets is what was routed to it.
+router's, so it is dispatched like any other. No capacity, no dropped token:
+what an expert gets is what was routed to it.
 
 In an engine every rank has the rows of all, and nothing travels: each computes those of its experts, and the sum that
 leaves the layer's part is the whole (`exchange` false). Where its ranks have requests of their own, rows travel.
 
-Beside tensor parallel (models/tensor_parallel.py) experts are not cut, and each of the tp ranks, which all have the same
-rows, sends a run of them: what its experts make of these is its part of the sum that leaves the layer's part.
+Beside tensor parallel (models/tensor_parallel.py) experts are not cut, and each of the tp ranks, which all have the
+same rows, sends a run of them: what its experts make of these is its part of the sum that leaves the layer's part.
 
 The gradient of an expert has the tokens of all ranks already, and is summed over the ranks that hold the same one.
 
-T tokens of this rank · k experts of each · S = T k rows that leave · R rows that arrive · H hidden · E experts · n ranks
+T tokens of this rank · k experts of each · S = T k rows that leave · R rows
+that arrive · H hidden · E experts · n ranks
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ INSTEAD = "use place.mesh with shards, cp or tp instead of ep"
 
 
 def routed_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that can be cut, by name: called with hidden states, experts and weights, their tensors joined [E, ...]."""
+    """Modules that can be cut, by name: called with hidden states, experts and weights,
+    their tensors joined [E, ...]."""
     return {name: module for name, module in model.named_modules() if _is_joined(module)}
 
 
@@ -58,8 +61,8 @@ def expert_parameters(model: nn.Module) -> list[str]:
 
 
 def check_experts(model: Any, ep: int, instead: str = INSTEAD) -> dict[str, nn.Module]:
-    """The mixtures of a model whose experts `ep` ranks share. Raises ModelError where there are none that can be cut, or
-    ranks do not divide them. `instead`: the remedy for a dense one.
+    """The mixtures of a model whose experts `ep` ranks share. Raises ModelError where there are none that can be cut,
+    or ranks do not divide them. `instead`: the remedy for a dense one.
     """
     kind, mixtures = model.config.model_type, routed_experts(model)
     if not mixtures:
@@ -83,8 +86,8 @@ def cut_experts(
     exchange: bool = True,
     instead: str = INSTEAD,
 ) -> TensorCuts:
-    """Keep this rank's experts of a whole model, in place. `twins`: who has the same rows, by tensor parallel. `exchange`:
-    tokens travel; else all ranks have the same ones.
+    """Keep this rank's experts of a whole model, in place. `twins`: who has the same rows, by tensor parallel.
+    `exchange`: tokens travel; else all ranks have the same ones.
 
     Raises ModelError where there are none that can be cut, or ranks do not divide them.
     """
@@ -132,8 +135,8 @@ def _dispatch_run(
     chosen: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """The same of rows that several ranks have: this one's run of them, zeros for the others', [.., H] again. The sum over
-    the ranks is the whole.
+    """The same of rows that several ranks have: this one's run of them, zeros for the others', [.., H] again. The sum
+    over the ranks is the whole.
     """
     rows = hidden.flatten(0, -2)
     runs = even_runs(len(rows), twins.size)
@@ -145,8 +148,8 @@ def _dispatch_run(
 def _compute_own(
     compute: Callable[..., Tensor], ranks: RankGroup, count: int, hidden: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """Of rows that all ranks have, what the experts of this one make of them: [.., H], [T, k], [T, k] -> [.., H], whose sum
-    over the ranks is the whole.
+    """Of rows that all ranks have, what the experts of this one make of them: [.., H], [T, k], [T, k] -> [.., H], whose
+    sum over the ranks is the whole.
     """
     tokens, each = hidden.flatten(0, -2), count // ranks.size
     row, place = (chosen // each == ranks.index).nonzero(as_tuple=True)

@@ -1,4 +1,5 @@
-"""An engine's step on a GPU: contexts are read by the paged kernel (models/paged_attention.py) through a table of slots."""
+"""An engine's step on a GPU: contexts are read by the paged kernel (models/paged_attention.py) through a table of
+slots."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The two ends of a language model that have a row for each token: the input embedding, whose gradient is added where the
-optimizer keeps it, and the head, from last hidden states to logits, a few rows at a time: nothing here ever sees the
-logits of a whole batch.
+"""The two ends of a language model that have a row for each token: the input embedding, whose gradient is added where
+the optimizer keeps it, and the head, from last hidden states to logits, a few rows at a time: nothing here ever sees
+the logits of a whole batch.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class ImageFeatures:
 
 @dataclass(slots=True)
 class VisionFeatures:
-    """Features and the packed rows, ascending, that they belong to, and which image each row is of; None: all of one."""
+    """Features and the packed rows, ascending, that they belong to, and which image each row is of; None:
+    all of one."""
 
     rows: Tensor  # [n]
     features: ImageFeatures

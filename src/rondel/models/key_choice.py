@@ -48,7 +48,8 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 
 
 def choose_keys(q: Tensor, k: Tensor, weights: Tensor, at: Tensor, positions: Tensor, count: int) -> Tensor:
-    """q [B,L,H,d] at positions `at` [B or 1, L]; k [B,C,d] at `positions` [B or 1, C], ALL for padding -> [B,L,count]."""
+    """q [B,L,H,d] at positions `at` [B or 1, L]; k [B,C,d] at `positions` [B or 1, C],
+    ALL for padding -> [B,L,count]."""
     seen = (positions[:, None] <= at[:, :, None]) & (positions[:, None] != ALL)
     scores = index_scores(q, k, weights).masked_fill_(~seen, float("-inf"))
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]

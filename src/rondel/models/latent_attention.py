@@ -1,4 +1,5 @@
-"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434, section 2.1): latents are cached, not keys and values.
+"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434, section 2.1): latents are cached,
+not keys and values.
 
     c_t = norm(W_DKV h_t)   r_t = rope(W_KR h_t)      cached: [c_t, r_t], R + E numbers a token, one for all heads
     k_t = [W_UK c_t, r_t]   v_t = W_UV c_t            of each head; W_UK [N,R] and W_UV [V,R] are rows of one matrix

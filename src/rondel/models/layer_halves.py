@@ -1,15 +1,16 @@
-"""A dense decoder's layer on a CPU in two calls, before and behind its attention, forward and backward (cpu_halves.cpp).
+"""A dense decoder's layer on a CPU in two calls, before and behind its attention,
+forward and backward (cpu_halves.cpp).
 
     front   q, k, v = norm(h) Wᵀ + b                                       kept: h
     back    m = h + o Woᵀ + b,   h' = m + (silu(g) · u) Wdᵀ,               kept: o, m, g, u
             g = norm(m) Wgᵀ,     u = norm(m) Wuᵀ                           or o, m, where a feed-forward part runs twice
 
-Here a half is one team of threads that shares its work out as it comes, so a neighbour on the same cores costs its share,
-and nothing between two products is kept. For layers written like llama's in bfloat16 or float32, with their residual
-stream in fp32, on CPUs that multiply bfloat16 in vectors; trainer, critic and reference alike, with gradients and without,
-so that two passes over the same weights have the same bits. It rounds where the modules do, but for gradients of weights,
-which are added to the optimizer's sums in fp32. Before a layer's first pass both ways compute some rows, values and
-gradients, and where they differ the modules stay.
+Here a half is one team of threads that shares its work out as it comes, so a neighbour on the same cores costs its
+share, and nothing between two products is kept. For layers written like llama's in bfloat16 or float32, with their
+residual stream in fp32, on CPUs that multiply bfloat16 in vectors; trainer, critic and reference alike, with gradients
+and without, so that two passes over the same weights have the same bits. It rounds where the modules do, but for
+gradients of weights, which are added to the optimizer's sums in fp32. Before a layer's first pass both ways compute
+some rows, values and gradients, and where they differ the modules stay.
 """
 
 from __future__ import annotations
@@ -180,7 +181,8 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _runs_twice(mlp: Any) -> bool:
-    """Whether a feed-forward part is computed again in the backward pass (models/recompute.py), and no more was asked."""
+    """Whether a feed-forward part is computed again in the backward pass (models/recompute.py),
+    and no more was asked."""
     return getattr(mlp, "runs_twice", False)
 
 

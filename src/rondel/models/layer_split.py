@@ -1,4 +1,5 @@
-"""Split of a model over the stages of a pipeline: its layers by equal work, its parameters by who computes with them."""
+"""Split of a model over the stages of a pipeline: its layers by equal work,
+its parameters by who computes with them."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ INSTEAD = "Use place.mesh with shards, tp or cp instead of pp"
 
 
 def split_layers(costs: Sequence[float], stages: int, *, head: float = 0.0) -> list[range]:
-    """Runs of layers, at least one a stage, so that the costliest stage is as cheap as can be. `head`: what the last stage
-    computes beside its layers.
+    """Runs of layers, at least one a stage, so that the costliest stage is as cheap as can be. `head`: what the last
+    stage computes beside its layers.
 
     >>> split_layers([1, 1, 1, 1], 2, head=2)
     [range(0, 3), range(3, 4)]
@@ -49,8 +50,8 @@ class StageLayers:
     blocks    all layers of the decoder
     runs      those of them that are this stage's: one run, or one for each of its chunks
     held      names of the parameters that it holds
-    shared    names of those that several stages hold: a matrix that is embedding and head (of the first and the last), a
-              tower that is frozen (of all)
+    shared    names of those that several stages hold: a matrix that is embedding and head (of the first and the last),
+              a tower that is frozen (of all)
     """
 
     blocks: list[nn.Module]
@@ -70,9 +71,9 @@ class StageLayers:
 def layers_of_stage(
     model: Any, decoder: Any, stages: int, index: int, *, chunks: int = 1, whole: Collection[nn.Parameter] = ()
 ) -> StageLayers:
-    """Stage `index` of `stages`: embedding and what else comes before the layers on the first, what comes behind them on
-    the last. A critic's backbone is split like that of its policy. `chunks`: runs of layers of each stage, of which the
-    first ones of all stages come before the second ones. `whole`: what all stages hold.
+    """Stage `index` of `stages`: embedding and what else comes before the layers on the first, what comes behind them
+    on the last. A critic's backbone is split like that of its policy. `chunks`: runs of layers of each stage, of which
+    the first ones of all stages come before the second ones. `whole`: what all stages hold.
 
     Raises ModelError where there are fewer layers than stages, or layers share weights.
     """

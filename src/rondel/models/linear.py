@@ -120,8 +120,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _is_faster_by_mkl(a: Tensor, b: Tensor) -> bool:
-    """Whether products of a gradient go to MKL: on CPUs with AVX2 alone, where oneDNN takes 1.1 to 1.5 times as long. The
-    products of values do not: their bits are those of the engine's.
+    """Whether products of a gradient go to MKL: on CPUs with AVX2 alone, where oneDNN takes 1.1 to 1.5 times as long.
+    The products of values do not: their bits are those of the engine's.
     """
     fp32 = all(type(x) in (nn.Parameter, Tensor) and (x.dtype == torch.float32 or is_widened(x.dtype)) for x in (a, b))
     return fp32 and a.is_cpu and has_avx2_alone() and knows_mkl()
@@ -212,8 +212,9 @@ def _in_company(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
 
 @functools.cache
 def _rows_alike() -> int:
-    """Of how many rows a product in fp32 has a multiple for each row to have the bits that it has among others, from two
-    rows on. oneDNN 3.10 on AVX2 computes 6 rows at a time, and a rest of up to 3 by another kernel; 3.12 needs none.
+    """Of how many rows a product in fp32 has a multiple for each row to have the bits that it has among others, from
+    two rows on. oneDNN 3.10 on AVX2 computes 6 rows at a time, and a rest of up to 3 by another kernel;
+    3.12 needs none.
     """
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 48, generator=generator, device="cpu", dtype=torch.float32) for n in (120, 80))
@@ -317,7 +318,8 @@ class PackedLinear:
         self._packed = packed, bias, [len(w) for w in weights]
 
     def _form_of(self, weight: Tensor) -> str:
-        """How a weight is packed here. Where bits are compared with those of ranks that pack nothing, oneDNN has both."""
+        """How a weight is packed here. Where bits are compared with those of ranks that pack nothing,
+        oneDNN has both."""
         if (
             self._sums
             and not is_compared()
@@ -575,8 +577,8 @@ def _in_panels(dtype: torch.dtype) -> bool:
 
 
 def has_tiles() -> bool:
-    """Whether products by the tiles of cpu_tiles.h are the faster ones here: where this CPU multiplies bfloat16 in vectors.
-    Tiles of AMX are faster still from some rows on, and oneDNN's.
+    """Whether products by the tiles of cpu_tiles.h are the faster ones here: where this CPU multiplies bfloat16 in
+    vectors. Tiles of AMX are faster still from some rows on, and oneDNN's.
     """
     return library() is not None and has_bf16_vectors()
 

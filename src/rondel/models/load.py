@@ -248,7 +248,8 @@ def _load_step_model(path: str | dict[str, Any], head: type[StepHead], dtype: st
     """In float32: densities in 16 bits overflow. There is no attention to prove."""
     if dtype not in ("auto", "float32"):
         raise ModelError(
-            f'model.dtype = "{dtype}" with a model of kind {head.kind}: its log-densities need float32; leave the key out'
+            f'model.dtype = "{dtype}" with a model of kind {head.kind}: its log-densities need float32; '
+            "leave the key out"
         )
     tokenizer: Any
     if isinstance(path, dict):

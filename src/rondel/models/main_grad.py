@@ -30,7 +30,8 @@ def own_parameter(parameter: nn.Parameter, master: Tensor) -> None:
 
 
 def is_owned(weight: Tensor) -> bool:
-    """Whether an optimizer of ours adds the gradients of this weight up, on a CPU: GPUs sort them to be reproducible."""
+    """Whether an optimizer of ours adds the gradients of this weight up, on a CPU:
+    GPUs sort them to be reproducible."""
     return weight.is_cpu and weight in _masters
 
 
@@ -70,5 +71,6 @@ def weights_changed() -> None:
 
 
 def stamp_of(tensor: Tensor) -> Stamp:
-    """(storage, torch's version counter, calls of `weights_changed`, or -1 for a frozen weight, which no optimizer writes)"""
+    """(storage, torch's version counter, calls of `weights_changed`, or -1 for a frozen weight,
+    which no optimizer writes)"""
     return tensor.data_ptr(), tensor._version, _changes if tensor.requires_grad else -1

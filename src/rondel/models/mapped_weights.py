@@ -1,4 +1,5 @@
-"""Frozen weights in a mapped file: they are read from there when a pass wants them, and are not resident between passes.
+"""Frozen weights in a mapped file: they are read from there when a pass wants them,
+and are not resident between passes.
 
     file       | embedding | layer 0 | layer 1 | ...     each tensor begins at a page; the file has no name
     resident     a layer while it computes, the embedding and head until the pass ends

@@ -227,12 +227,12 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 class DigestSums:
-    """R, C and the bytes behind the last word of one tensor of `size` bytes, so far as they were added: also from pieces
-    that nobody has together. R and C are sums over words and a word is a sum over its bytes, so pieces that have every
-    byte once add up to the digest of the whole, bit for bit.
+    """R, C and the bytes behind the last word of one tensor of `size` bytes, so far as they were added: also from
+    pieces that nobody has together. R and C are sums over words and a word is a sum over its bytes, so pieces that have
+    every byte once add up to the digest of the whole, bit for bit.
 
-    values  all of them in one vector of int64, to be added to those of other pieces: [tail, the last and incomplete row,
-            whole rows ..., columns ...]
+    values  all of them in one vector of int64, to be added to those of other pieces: [tail, the last and incomplete
+            row, whole rows ..., columns ...]
     """
 
     def __init__(self, size: int, *, device: torch.device, values: Tensor | None = None) -> None:

@@ -276,7 +276,10 @@ def describe_quantization(model: nn.Module) -> str:
     """ "" for a base that is not in 4 bits."""
     if not (layers := nf4_layers(model)):
         return ""
-    return f"{len(layers)} linear layers in 4 bits (nf4, double quantisation), {sum(layer.weight.numel() for layer in layers) / 1e6:.4g} MB"
+    return (
+        f"{len(layers)} linear layers in 4 bits (nf4, double quantisation), "
+        f"{sum(layer.weight.numel() for layer in layers) / 1e6:.4g} MB"
+    )
 
 
 def refuse_other(model: nn.Module, name: str, *, wanted: bool) -> None:

@@ -6,9 +6,9 @@ attention of a prompt (cpu_layers.cpp).
 
 A step of few requests spends half of its time in Python and between threads that begin and end, a thousand times a
 step. For dense decoders written like llama's, in bfloat16 or float32 with their residual stream in fp32, on CPUs that
-multiply bfloat16 in vectors; every other pass goes through the modules. It rounds where they do, and its products have other
-last bits than oneDNN's, and those of the trainer (models/layer_halves.py). Before the first pass of an engine each layer
-is computed both ways from the same stream, and where one differs the modules stay.
+multiply bfloat16 in vectors; every other pass goes through the modules. It rounds where they do, and its products have
+other last bits than oneDNN's, and those of the trainer (models/layer_halves.py). Before the first pass of an engine
+each layer is computed both ways from the same stream, and where one differs the modules stay.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ class PackedLayers:
             return True
         emit(
             Warned(
-                f"'{self.loaded.name}': a layer of it in one call adds something else than its module, by {worst:.2g} of "
-                f"it (limit {limit:g}), so the engine computes with modules, slower"
+                f"'{self.loaded.name}': a layer of it in one call adds something else than its module, by {worst:.2g} "
+                f"of it (limit {limit:g}), so the engine computes with modules, slower"
             )
         )
         return False

@@ -54,8 +54,8 @@ class PackedLayout:
 
     Tokens are gathered into all calls' padded grids at once, head by head, and
     collected at once. Padding exists only in between: padded queries are thrown away, padded keys are masked.
-    On a GPU the kernels of models/tree_attention.py read the row as it is, where they can (`choose_kernel`), on some CPUs
-    the loops of models/tree_loops.py.
+    On a GPU the kernels of models/tree_attention.py read the row as it is, where they can (`choose_kernel`), on some
+    CPUs the loops of models/tree_loops.py.
     """
 
     def __init__(

@@ -318,7 +318,8 @@ class PagedLayout(StepCache):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def choose_keys(self, layer: int, tokens: IndexedTokens) -> Tensor:
-        """Positions [T,k] of the keys that an indexer chooses. Its own keys are cached as those of a layer below zero."""
+        """Positions [T,k] of the keys that an indexer chooses.
+        Its own keys are cached as those of a layer below zero."""
         pool = self.keys.layer_pool(-1 - layer, tokens.k[:, None])
         self._into.write(pool, tokens.k[:, None])
         return choose_over_pages(self.chunks, self.decoding, pool, tokens)

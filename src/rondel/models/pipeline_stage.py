@@ -9,8 +9,8 @@ first layer would begin. Sending is a part of the graph: the backward pass of wh
 of what came in sends it on. So a stage makes a forward pass and a backward pass like any model, and the order of
 passes (train/pipeline_schedule.py) is all that makes a pipeline of them.
 
-A stage may have several chunks, runs of layers with those of the other stages between them: the last stage then sends to
-the first one's next chunk. A pass with a gradient is one chunk's; one without goes through all of them in turn.
+A stage may have several chunks, runs of layers with those of the other stages between them: the last stage then sends
+to the first one's next chunk. A pass with a gradient is one chunk's; one without goes through all of them in turn.
 """
 
 from __future__ import annotations
@@ -239,7 +239,8 @@ class PipelineStage:
         return _SendForward.apply(hidden, self.link)
 
     def give_up(self, rows: int) -> Tensor:
-        """Send something in place of a pass that failed here, so that no other stage waits for it. -> [rows - 1], NaN."""
+        """Send something in place of a pass that failed here, so that no other stage waits for it.
+        -> [rows - 1], NaN."""
         for chunk in range(self._sent, len(self.layers.runs) - self.link.is_last):
             self._now = chunk
             self.send_forward(torch.zeros(rows, self.width, dtype=self.dtype, device=self.link.device))

@@ -1,4 +1,5 @@
-"""Attention of an engine's prompts by the loops of training, so that both sides attend to a prompt with the same bits."""
+"""Attention of an engine's prompts by the loops of training,
+so that both sides attend to a prompt with the same bits."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class PromptAttention:
-    """All prompts of a step (models/tree_loops.py), each behind what the cache has of it: the loops read the keys of the
-    step's own tokens first, then those above.
+    """All prompts of a step (models/tree_loops.py), each behind what the cache has of it: the loops read the keys of
+    the step's own tokens first, then those above.
     """
 
     def __init__(self, layout: PagedLayout) -> None:

@@ -1,4 +1,5 @@
-"""The config and the tokenizer of a model with random weights: { random = "llama", seed = 0, hidden_size = 128, ... }."""
+"""The config and the tokenizer of a model with random weights: { random = "llama", seed = 0, hidden_size = 128,
+... }."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
     kind, seed, blocks = recipe.pop("random", None), recipe.pop("seed", 0), recipe.pop("block_diffusion", None)
     if kind is None:
         raise ModelError(
-            f'model.path = {recipe}: an inline table makes a random model and needs random = "llama" (a transformers model type)'
+            f'model.path = {recipe}: an inline table makes a random model and needs random = "llama" (a transformers '
+            "model type)"
         )
     if kind not in CONFIG_MAPPING:
         near = get_close_matches(str(kind), CONFIG_MAPPING, 3)

@@ -16,7 +16,8 @@ class GraphRecording(Protocol):
 
 
 class CudaGraph:
-    """torch's. All that live share one pool of memory: only one runs at a time. A pool ends with the last of its graphs."""
+    """torch's. All that live share one pool of memory: only one runs at a time.
+    A pool ends with the last of its graphs."""
 
     pool: Any = None
     alive: ClassVar[WeakSet[CudaGraph]] = WeakSet()

@@ -75,7 +75,8 @@ class BlockCall:
         return x.index_select(0, self.rows.index).view(*self.of.shape, *x.shape[1:])
 
     def gradient_rows(self, total: Tensor) -> Tensor:
-        """Where gradients of the taken keys [S,C,K,n] are summed: in those of the block [t,K,n], if they lie together."""
+        """Where gradients of the taken keys [S,C,K,n] are summed: in those of the block [t,K,n],
+        if they lie together."""
         if self.span is not None:
             return total[self.span][None]
         return total.new_zeros(*self.of.shape, *total.shape[1:])
@@ -254,8 +255,8 @@ def _travel_back(
     row: RingRow,
     use_block: Callable[[int, Tensor, Tensor, Tensor, Tensor], None],
 ) -> list[Tensor]:
-    """The same round; the gradient of a block follows it in fp32, each rank adds its own, and the last one sends it home.
-    -> those of this rank's block.
+    """The same round; the gradient of a block follows it in fp32, each rank adds its own, and the last one sends it
+    home. -> those of this rank's block.
     """
     ranks, n, i, width = row.ranks, row.ranks.size, row.ranks.index, sum(x[:1].numel() for x in like)
     own = here.numel()

@@ -4,7 +4,8 @@
     [t, D] ──► q k v, gate up: run by run, as they come ──► attention, gate ──► o, down: run by run, as they go ──► [t, D]
 
 One gather carries all products that read the same rows; its backward pass has the ring of sums, and that of o and down
-the ring of gradients. What is kept for the backward pass is what plain products keep: gathered rows, and the input of o.
+the ring of gradients. What is kept for the backward pass is what plain products keep: gathered rows,
+and the input of o.
 
 Between the border of a part and its products stands a tensor of all rows that has this rank's own, and NaN for those
 of others. Whoever else reads it says NaN, which the checks of a cut model refuse, and never a wrong number.
@@ -76,7 +77,8 @@ def _spread_input(
 
 
 class _ColumnProducts:
-    """Matrices that read the same rows: the first that is called gathers them and computes all, the others find theirs."""
+    """Matrices that read the same rows: the first that is called gathers them and computes all,
+    the others find theirs."""
 
     def __init__(self, layers: list[nn.Linear], ranks: RankGroup, runs: Callable[[], list[int]]) -> None:
         self.layers, self.ranks, self.runs = layers, ranks, runs

@@ -77,7 +77,8 @@ def rounded_parameters(model: nn.Module) -> dict[str, tuple[WeightFormat, Tensor
 
 
 def replace_rounded(model: nn.Module, rounded: dict[str, tuple[WeightFormat, Tensor]]) -> None:
-    """The same of the parameters that are there now, as those of several ranks; their whole numbers are whole tensors."""
+    """The same of the parameters that are there now, as those of several ranks;
+    their whole numbers are whole tensors."""
     for name, parameter in model.named_parameters():
         if name in rounded:
             _formats[parameter], _whole[parameter] = rounded[name]

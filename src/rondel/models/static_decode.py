@@ -3,9 +3,9 @@
     5 requests, the longest of 90 tokens ──pad──> 8 rows x 128 slots ──> graph(weights, caches, buffers) -> hidden states
                                                   rows that nobody has read and write the scratch slot
 
-A step is traced over tensors that have shapes and no numbers (torch's make_fx), so a graph that was made depends on none.
-Families of siblings, whose common context an ordinary step reads once, are read row by row here. Steps that hold prompts
-go the plain way: their shapes are those of what is asked.
+A step is traced over tensors that have shapes and no numbers (torch's make_fx), so a graph that was made depends on
+none. Families of siblings, whose common context an ordinary step reads once, are read row by row here. Steps that hold
+prompts go the plain way: their shapes are those of what is asked.
 """
 
 from __future__ import annotations

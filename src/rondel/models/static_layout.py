@@ -1,4 +1,5 @@
-"""Attention of a packed row whose length is fixed: who sees whom is two columns of numbers, and no shape depends on data.
+"""Attention of a packed row whose length is fixed: who sees whom is two columns of numbers,
+and no shape depends on data.
 
 Segments lie as a tree is walked (a prompt, then all that goes on from it), so that whoever continues a segment lies in
 one run behind it. Two numbers a token are then the whole layout, however many segments there are:
@@ -7,8 +8,8 @@ one run behind it. Two numbers a token are then the whole layout, however many s
     end      | end of c2    | of c1  | of c2 | end of c1'     | of c1' | one place further, each
     mask     i sees j where j <= i < end[j], within the reach of the layer's rule
 
-Column-wise masks of this kind: FlashMask, arXiv:2410.01359. All pairs of the row are computed, also those of samples that
-do not see each other: this is the price of a shape that never changes.
+Column-wise masks of this kind: FlashMask, arXiv:2410.01359. All pairs of the row are computed, also those of samples
+that do not see each other: this is the price of a shape that never changes.
 
 T tokens · H query heads · K key/value heads · D head size
 """

@@ -1,4 +1,5 @@
-"""A model over several devices, a part of every matrix on each (arXiv:1909.08053), and of the rows between (arXiv:2205.05198).
+"""A model over several devices, a part of every matrix on each (arXiv:1909.08053),
+and of the rows between (arXiv:2205.05198).
 
     rows lie apart          every rank, all rows                          rows lie apart
     norm, residual ──► gather │ own heads or columns of q k v, gate up ──► own rows of o, down │ ──► sum, own rows ──►
@@ -120,8 +121,8 @@ def cut_model(
 
 
 def check_tensor_parallel(model: Any, tp: int, instead: str = MESH, *, overlap: bool = False) -> dict[str, ShardCut]:
-    """What `cut_model` would refuse of a model that lies whole here, or on "meta". Raises ModelError. -> how it would cut
-    the layers' parameters, by the model's names.
+    """What `cut_model` would refuse of a model that lies whole here, or on "meta". Raises ModelError. -> how it would
+    cut the layers' parameters, by the model's names.
     """
     if tp == 1:
         return {}
@@ -142,8 +143,8 @@ def _check_overlap(model: Any, decoder: Any, planned: dict[str, ShardCut]) -> No
     parts = {_part_of(name) for name in planned}
     if not any(ring_products(decoder.get_submodule(part), _cuts_inside(planned, part)) for part in parts):
         raise ModelError(
-            f"overlap = true has no effect on model type '{model.config.model_type}': no attention or feed-forward part of "
-            "its layers has only matrices that read its input and one that makes its output; leave overlap out"
+            f"overlap = true has no effect on model type '{model.config.model_type}': no attention or feed-forward "
+            "part of its layers has only matrices that read its input and one that makes its output; leave overlap out"
         )
 
 
@@ -163,7 +164,8 @@ def _uncut(model: Any, instead: str) -> ModelError:
 
 
 def _planned_cuts(decoder: Any, config: Any, tp: int, apart: set[str]) -> dict[str, ShardCut]:
-    """By the decoder's names. A part of a layer is cut only as a whole: into it and out of it. `apart`: not to be cut."""
+    """By the decoder's names. A part of a layer is cut only as a whole: into it and out of it. `apart`:
+    not to be cut."""
     plan = getattr(config, "base_model_tp_plan", None) or {}
     plan = {re.sub(r"^model\.", "", key): how for key, how in plan.items()}
     shapes = {name: parameter.shape for name, parameter in decoder.named_parameters()}
@@ -239,8 +241,8 @@ def _shares_keys(config: Any, name: str, tp: int) -> bool:
 
 
 def cut_part(decoder: Any, part: nn.Module, cuts: dict[str, ShardCut], ranks: RankGroup) -> None:
-    """Keep this rank's pieces of parameters, by the names that they have in `decoder`, in place. What multiplies own columns
-    adds a share of its bias, so that the sum over the ranks has it once.
+    """Keep this rank's pieces of parameters, by the names that they have in `decoder`, in place. What multiplies own
+    columns adds a share of its bias, so that the sum over the ranks has it once.
     """
     for name, cut in cuts.items():
         owner_name, _, own = name.rpartition(".")
@@ -310,7 +312,8 @@ def _look_up_part(forward: Callable[..., Tensor], part: VocabularyPart, ids: Ten
 
 
 def _needs_all_rows(part: nn.Module) -> bool:
-    """Attention, recurrent mixers and mixtures of experts: what one row becomes depends on others, or on a record of all."""
+    """Attention, recurrent mixers and mixtures of experts: what one row becomes depends on others,
+    or on a record of all."""
     return any(hasattr(m, "layer_idx") or type(m).__name__.endswith("Experts") for m in part.modules())
 
 
@@ -354,7 +357,8 @@ def _keep_own_rows(ranks: RankGroup, block: Any, args: tuple, kwargs: dict[str, 
 def _add_own_features(
     ranks: RankGroup, add: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, mask: Tensor, features: Tensor
 ) -> Tensor:
-    """What a tower adds between layers to rows [1, T] of pictures, where x [1, t, D] are this rank's; features [n, D]."""
+    """What a tower adds between layers to rows [1, T] of pictures, where x [1, t, D] are this rank's;
+    features [n, D]."""
     runs = _runs(ranks)
     if x.shape[1] == mask.shape[1]:  # behind the last layer of a run
         return add(x, mask, features)

@@ -17,8 +17,8 @@ from rondel.models.collectives import RankGroup, gather_runs
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """The ids [first, first + size) of this rank, of `total`; `widest`: the largest of all ranks' sizes, which are one apart
-    at most.
+    """The ids [first, first + size) of this rank, of `total`; `widest`: the largest of all ranks' sizes, which are one
+    apart at most.
     """
 
     first: int
@@ -39,7 +39,8 @@ class VocabularyPart:
         return local * mine, mine
 
     def select_logprobs(self, z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What `algos.tokens.select_logprobs` gives, of this rank's columns z [C, size] (overwritten); the sums are whole."""
+        """What `algos.tokens.select_logprobs` gives, of this rank's columns z [C, size] (overwritten);
+        the sums are whole."""
         top = self.ranks.all_reduce(z.amax(-1, keepdim=True), dist.ReduceOp.MAX)
         local, mine = self.own_ids(target)
         picked = self.sum(z.gather(-1, local[:, None]) * mine[:, None])

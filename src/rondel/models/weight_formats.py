@@ -80,8 +80,8 @@ def apply_rollout_format(model: Any, name: str) -> None:
 
 @torch.no_grad()
 def hold_format(model: Any, name: str) -> None:
-    """The same of an engine that keeps codes and scales of its linear layers, and decodes them for each product; experts
-    and transposed layers are rounded in place.
+    """The same of an engine that keeps codes and scales of its linear layers, and decodes them for each product;
+    experts and transposed layers are rounded in place.
     """
     parameters, chosen = dict(model.named_parameters()), formats_of(model, name)
     wholes = {own: take_whole(parameters[own]) for own in chosen}

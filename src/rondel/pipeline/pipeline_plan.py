@@ -80,7 +80,8 @@ def starting_model(pipeline: Pipeline, name: str) -> Any:
 
 
 def schedule_stages(parallel: int, stages: dict[str, tuple[tuple[str, ...], float]]) -> dict[str, float]:
-    """{name: (needs, seconds)} in order -> when each begins, with so many places side by side: {"a": 0.0, "b": 12.5}."""
+    """{name: (needs, seconds)} in order -> when each begins, with so many places side by side: {"a": 0.0,
+    "b": 12.5}."""
     begins: dict[str, float] = {}
     places = [0.0] * parallel
     while len(begins) < len(stages):

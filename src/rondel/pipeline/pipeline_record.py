@@ -22,7 +22,8 @@ REPLACED = "replaced"  # folder of stages that were done again
 
 
 class PipelineRecord:
-    """`record.stages["math"]` is {"status": "finished", "recipe": {...}, "inputs": {...}, ...}, on disk after `save`."""
+    """`record.stages["math"]` is {"status": "finished", "recipe": {...}, "inputs": {...}, ...},
+    on disk after `save`."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
@@ -82,7 +83,8 @@ class PipelineRecord:
 
 
 def refuse_changed(record: PipelineRecord, redo: set[str]) -> None:
-    """Every stage that was begun with another recipe or other models than it would have now, unless it is done again."""
+    """Every stage that was begun with another recipe or other models than it would have now,
+    unless it is done again."""
     faults: dict[str, str] = {}
     for name, stage in record.pipeline.stages.items():
         if name not in redo and (why := _changed(record, stage, {*redo, *faults})):

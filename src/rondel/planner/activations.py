@@ -43,9 +43,9 @@ def written_out_bytes(
 
 
 def halves_bytes(shape: ModelShape, bytes_each: float, keys: float, spread: float) -> int:
-    """The same of layers in halves (models/layer_halves.py): the stream before and behind attention in fp32; of queries,
-    keys and values those that attend, before their norms too where they have any; what they attend to; gate and up. Of
-    the whole model the last norm's input and the angles of positions.
+    """The same of layers in halves (models/layer_halves.py): the stream before and behind attention in fp32; of
+    queries, keys and values those that attend, before their norms too where they have any; what they attend to; gate
+    and up. Of the whole model the last norm's input and the angles of positions.
     """
     q_size, kv_size = shape.heads * shape.head, shape.kv_heads * shape.head
     attention = bytes_each * 2 * (q_size + kv_size * spread) + 4 * shape.heads * keys

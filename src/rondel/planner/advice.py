@@ -25,12 +25,14 @@ def suggest_changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
     elif setting.recompute == "layers" and setting.activations == "device":
         where = "host" if on_gpu else "disk"
         yield (
-            f'trainer.memory.activations = "{where}": inputs of layers wait there for the backward pass, the same result',
+            f'trainer.memory.activations = "{where}": inputs of layers wait there for the backward pass, '
+            "the same result",
             replace(setting, activations=where),
         )
     if on_gpu and not setting.host_optimizer and not setting.rank and setting.train_devices == 1:
         yield (
-            'trainer.memory.optimizer = "host": masters, gradients and moments in host memory, the same step by the CPU',
+            'trainer.memory.optimizer = "host": masters, gradients and moments in host memory, '
+            "the same step by the CPU",
             replace(setting, host_optimizer=True),
         )
     if not setting.split and not setting.offload and on_gpu:

@@ -278,8 +278,8 @@ def update_seconds(setting: Workload) -> float:
 
 
 def host_traffic_seconds(setting: Workload) -> float:
-    """Of an epoch with the optimizer on the host: from each micro-batch a gradient of each number, which is added there,
-    and from each update a weight back. Inputs of layers travel beside the arithmetic and are not counted.
+    """Of an epoch with the optimizer on the host: from each micro-batch a gradient of each number, which is added
+    there, and from each update a weight back. Inputs of layers travel beside the arithmetic and are not counted.
     """
     if not setting.host_optimizer:
         return 0.0

@@ -367,8 +367,8 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
             shared_expert_intermediate_size=1024,
             linear_num_value_heads=64,
         ),
-        "NVIDIA Megatron-LM's configuration of Qwen3.5-397B-A17B; widths of experts and linear_num_value_heads = 64 are "
-        "not verified; " + _TEXT,
+        "NVIDIA Megatron-LM's configuration of Qwen3.5-397B-A17B; widths of experts and "
+        "linear_num_value_heads = 64 are not verified; " + _TEXT,
     ),
     "llama3-8b": (_dense_config("llama", 4096, 32, 32, 8, 14336, 128256), _HUB + "meta-llama/Meta-Llama-3-8B"),
     "llama3-70b": (_dense_config("llama", 8192, 80, 64, 8, 28672, 128256), _HUB + "meta-llama/Meta-Llama-3-70B"),

@@ -137,8 +137,8 @@ def context_bytes(setting: FlowWorkload, mesh: Mesh) -> float:
 
 
 def tensor_bytes(setting: FlowWorkload, mesh: Mesh) -> float:
-    """What a rank receives in one pass with a gradient for the sums of tp: of whole rows behind attention and MLP, and of
-    their gradients before both. Left out: two biases a layer, once an update.
+    """What a rank receives in one pass with a gradient for the sums of tp: of whole rows behind attention and MLP, and
+    of their gradients before both. Left out: two biases a layer, once an update.
     """
     s, times = setting.shape, 4 + 2 * (setting.recompute == "layers")
     rows = setting.pass_steps * s.tokens / mesh.cp * s.hidden * WIDTH

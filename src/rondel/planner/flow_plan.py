@@ -1,4 +1,5 @@
-"""The whole answer to one setting of a flow, as plain data under the names that `make_plan` has, and the same in words."""
+"""The whole answer to one setting of a flow, as plain data under the names that `make_plan` has,
+and the same in words."""
 
 from __future__ import annotations
 
@@ -71,8 +72,8 @@ def make_flow_plan(setting: FlowWorkload) -> dict[str, Any]:
             "passes": setting.passes,
             "context_bytes": flow_cost.context_bytes(setting, setting.mesh),
             "shard_bytes": flow_cost.shard_bytes(setting, setting.mesh),
-            "text": f"{setting.prompts} prompts x {setting.group} samples of {s.tokens:,} tokens ({s.dim:,} numbers) in "
-            f"{setting.output} denoising steps, {setting.trained_steps} of them trained; a step of one is "
+            "text": f"{setting.prompts} prompts x {setting.group} samples of {s.tokens:,} tokens ({s.dim:,} numbers) "
+            f"in {setting.output} denoising steps, {setting.trained_steps} of them trained; a step of one is "
             f"{s.forward_flops / 1e12:.4g} TFLOP forward, {attention:.0%} of it attention",
         },
         "memory": bill_tables(bills),
@@ -88,10 +89,10 @@ def make_flow_plan(setting: FlowWorkload) -> dict[str, Any]:
         "train": {
             "seconds": trained,
             "samples_per_second": samples / trained,
-            "text": f"{samples / trained:.4g} samples/s in {setting.passes} passes of {setting.pass_steps} steps a rank; "
-            f"in one pass a rank receives {flow_cost.context_bytes(setting, setting.mesh) / GB:.4g} GB of keys, values "
-            f"and their gradients, in an update {flow_cost.shard_bytes(setting, setting.mesh) / GB:.4g} GB of weights "
-            "and gradients",
+            "text": f"{samples / trained:.4g} samples/s in {setting.passes} passes of {setting.pass_steps} steps a "
+            f"rank; in one pass a rank receives {flow_cost.context_bytes(setting, setting.mesh) / GB:.4g} GB of keys, "
+            f"values and their gradients, in an update {flow_cost.shard_bytes(setting, setting.mesh) / GB:.4g} GB of "
+            "weights and gradients",
         },
         "sync": [way._asdict() for way in ways],
         "interrupt": flow_cost.interrupt_seconds(setting),

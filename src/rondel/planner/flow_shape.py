@@ -27,7 +27,8 @@ WIDTH = 4  # bytes of a number: flows are in float32
 
 @dataclass(frozen=True, slots=True)
 class FlowShape:
-    """One diffusion transformer: `flow_shape({"random": "flow_video", ...}).parameter_count`. `places`: learned ones."""
+    """One diffusion transformer: `flow_shape({"random": "flow_video", ...}).parameter_count`. `places`:
+    learned ones."""
 
     name: str
     tokens: int
@@ -88,8 +89,8 @@ class FlowShape:
 
     def train_flops(self, *, recompute: bool, shared: bool) -> float:
         """Forward and backward of the same. A backward pass is two forward ones of the products, and 2.5 of attention,
-        whose scores it computes again (arXiv:2307.08691). `recompute`: a forward pass of the layers more. `shared`: over
-        several ranks (cp), attention is computed again once more.
+        whose scores it computes again (arXiv:2307.08691). `recompute`: a forward pass of the layers more. `shared`:
+        over several ranks (cp), attention is computed again once more.
         """
         times = (3.0 + recompute, 3.5 + recompute + shared)
         return times[0] * self.product_flops + times[1] * self.attention_flops
@@ -102,7 +103,8 @@ class FlowShape:
         return 8 * self.hidden + 4 + inside / tp
 
     def activation_bytes(self, *, recompute: bool, shared: bool, tp: int = 1) -> float:
-        """Of a token in a pass with a gradient: of all layers; with `recompute` their inputs, and one layer at a time."""
+        """Of a token in a pass with a gradient: of all layers; with `recompute` their inputs,
+        and one layer at a time."""
         each = self.kept_numbers(shared=shared, tp=tp)
         return WIDTH * (self.layers * self.hidden + each if recompute else self.layers * each)
 

@@ -134,7 +134,8 @@ class FlowWorkload:
         return "denoising steps"
 
     def on_devices(self, **more: Any) -> FlowWorkload:
-        """The same on other devices; those that train are shards beside the tp and cp of the mesh, as far as they divide."""
+        """The same on other devices; those that train are shards beside the tp and cp of the mesh,
+        as far as they divide."""
         found = replace(self, **more)
         if found.split and not 0 < found.trainers < found.gpus:
             if found.gpus < 2:

@@ -61,7 +61,10 @@ SHARED = (
     "m3-max",
     "m4-max",
 )  # whose memory is the machine's, and where Rondel computes on the CPU
-_APPLE = "from memory of Apple's newsroom for bandwidth and memory; TFLOP/s of its GPU are no figure of Apple's (32-bit, shader cores x clock). Rondel computes on the CPU there, which is slower"
+_APPLE = (
+    "from memory of Apple's newsroom for bandwidth and memory; TFLOP/s of its GPU are no figure of Apple's "
+    "(32-bit, shader cores x clock). Rondel computes on the CPU there, which is slower"
+)
 
 # An IB or RoCE port of 400 Gbit/s a device is what reference designs give (DGX H100); 200 for A100,
 # 100 Gbit/s Ethernet a node for cards in PCIe slots.
@@ -169,7 +172,8 @@ DEVICES = {
         0.003,
         0.0005,
         0.0003,
-        source="arithmetic: 8 cores x 3.5 GHz x 32 fp32 operations (AVX2), two channels of DDR5-4800; counted twice for bf16, which such a CPU has not",
+        source="arithmetic: 8 cores x 3.5 GHz x 32 fp32 operations (AVX2), two channels of DDR5-4800; counted twice "
+        "for bf16, which such a CPU has not",
     ),
     "cpu": Hardware(
         "cpu",

@@ -176,9 +176,9 @@ class MeanSegment:
 
 
 def context_shares(setting: Workload, cp: int, tokens: float, *, ring: bool) -> tuple[float, float]:
-    """Of a row of so many tokens over cp ranks whose answers have the mean length (core/row_split.py), for each token the
-    bytes that a rank holds of others' keys, values and their gradients, and those that come to it, by each number of a
-    key or value.
+    """Of a row of so many tokens over cp ranks whose answers have the mean length (core/row_split.py), for each token
+    the bytes that a rank holds of others' keys, values and their gradients, and those that come to it, by each number
+    of a key or value.
 
     Gathered, S shared tokens lie whole on each rank, and come twice, and their gradients once. In a ring a rank has two
     blocks of S / cp, with gradients in fp32, and they travel as far as they are seen (core/ring_blocks.py).

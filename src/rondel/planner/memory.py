@@ -93,7 +93,10 @@ def kv_advice(pre: float, post: float, share: float) -> str:
     room = kv_room(pre, post, share)
     least = 1 - post / pre
     if room <= 0:
-        return f"no room for a cache ({room / GB:+.1f} GB): raise mem_fraction_static above {least:.2f}, or use a smaller model"
+        return (
+            f"no room for a cache ({room / GB:+.1f} GB): raise mem_fraction_static above {least:.2f}, "
+            "or use a smaller model"
+        )
     return (
         f"{room / GB:+.1f} GB for the cache; if passes run out of memory, lower mem_fraction_static (above {least:.2f})"
     )
@@ -352,8 +355,8 @@ def reference_bytes(setting: Workload, frozen: dict[str, float], weights: float)
 
 
 def compiled_bytes(setting: Workload) -> float:
-    """Products of oneDNN, each compiled for one number of rows: those of the numbers of requests that steps of an engine
-    have, two in the time of a token, and of a forward and a backward pass for each micro-batch.
+    """Products of oneDNN, each compiled for one number of rows: those of the numbers of requests that steps of an
+    engine have, two in the time of a token, and of a forward and a backward pass for each micro-batch.
     """
     passes = setting.packed_tokens / micro_batch_tokens(setting)
     if setting.in_halves and setting.attends_in_tree:  # the head's gradients alone

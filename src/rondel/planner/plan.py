@@ -75,8 +75,8 @@ def make_plan(setting: Workload | FlowWorkload) -> dict[str, Any]:
             "output_tokens": setting.output,
             "mean_tokens": setting.mean,
             "packed_tokens": setting.packed_tokens,
-            "text": f"{setting.prompts} prompts of {setting.prompt} tokens x {setting.group} answers of {setting.mean:.4g} "
-            f"(at most {setting.output}): {setting.packed_tokens:.4g} tokens to train on",
+            "text": f"{setting.prompts} prompts of {setting.prompt} tokens x {setting.group} answers of "
+            f"{setting.mean:.4g} (at most {setting.output}): {setting.packed_tokens:.4g} tokens to train on",
         },
         "memory": bill_tables(memory_bills(setting)),
         "beside": bytes_beside(setting),

@@ -57,7 +57,10 @@ def kv_pages(
         return ResolvedValue(
             affordable, f"a quarter of {free_bytes / 1e9:.1f} GB free memory at {page_bytes} bytes a token"
         )
-    why = f"{free_bytes / 1e9:.1f} GB free on a device of its own, less a reserve of {reserve_bytes / 1e9:.1f} GB, at {page_bytes} bytes a token"
+    why = (
+        f"{free_bytes / 1e9:.1f} GB free on a device of its own, less a reserve of {reserve_bytes / 1e9:.1f} GB, "
+        f"at {page_bytes} bytes a token"
+    )
     return ResolvedValue(affordable, why)
 
 
@@ -88,8 +91,8 @@ def logits_bytes(vocab: int, max_running: int) -> float:
 
 
 def micro_tokens(wanted: int | str, *, on_gpu: bool, vocab: int = 1) -> ResolvedValue:
-    """Tokens in one forward and backward pass; it cannot change the result, only speed and memory. On a CPU a group that
-    is larger stays whole up to MOST_MICRO, so that its prompt is computed once (TrainSettings.micro_group).
+    """Tokens in one forward and backward pass; it cannot change the result, only speed and memory. On a CPU a group
+    that is larger stays whole up to MOST_MICRO, so that its prompt is computed once (TrainSettings.micro_group).
     """
     if wanted != "auto":
         return ResolvedValue(int(wanted), "set")

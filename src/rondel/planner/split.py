@@ -37,13 +37,22 @@ def advise_split(G: int, r: float, t: float, *, trainers: int = 0, unit: int = 1
     bound = (now if trainers else all_in_turn).bottleneck
     gain_async, gain_colocated = now.speedup_over(now.in_turn()), fastest.speedup_over(all_in_turn)
     if trainers:
-        text = f"{bound}-bound: {a} devices generate {min(a * r, most):.3g} samples/s, {G - a} train {(G - a) * t:.3g}/s; the faster pool idles {max(now.trainer_idle, now.engine_idle):.0%}"
+        text = (
+            f"{bound}-bound: {a} devices generate {min(a * r, most):.3g} samples/s, {G - a} train "
+            f"{(G - a) * t:.3g}/s; the faster pool idles {max(now.trainer_idle, now.engine_idle):.0%}"
+        )
         if (gain := fastest.speedup_over(now)) > 1:
             text += f"; {best}:{G - best} would give {gain - 1:+.0%}"
         if a * r >= most:
-            text += "; the longest answer sets the pace, and more engines do not help: a lower engine.sampling.max_tokens or a higher loop.max_staleness does"
+            text += (
+                "; the longest answer sets the pace, and more engines do not help: a lower "
+                "engine.sampling.max_tokens or a higher loop.max_staleness does"
+            )
     else:
-        text = f"{share:.0%} of the time generates, {1 - share:.0%} trains: {bound}-bound. Apart and asynchronous, {a}:{G - a} would be {gain_colocated:.0%} as fast"
+        text = (
+            f"{share:.0%} of the time generates, {1 - share:.0%} trains: {bound}-bound. Apart and asynchronous, "
+            f"{a}:{G - a} would be {gain_colocated:.0%} as fast"
+        )
     return SplitAdvice(bound, best, G - best, gain_async, gain_colocated, text)
 
 

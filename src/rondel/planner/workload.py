@@ -137,15 +137,15 @@ class Workload:
         experts = self.shape.experts
         if self.data > 1 and (self.tensor > 1 or not experts or experts % self.data):
             raise ConfigError(
-                f"place.engines.dp (data) = {self.data} shares the experts of a mixture, as many on each device, and not "
-                f"with tp: {self.shape.name} has {experts or 'no'} experts, and tp (tensor) = {self.tensor}",
+                f"place.engines.dp (data) = {self.data} shares the experts of a mixture, as many on each device, and "
+                f"not with tp: {self.shape.name} has {experts or 'no'} experts, and tp (tensor) = {self.tensor}",
                 page="docs/place.md#engines-of-several-processes",
             )
 
         if self.encoders and self.shape.tower is None:
             raise ConfigError(
-                f"place.engines.encoders = {self.encoders} encodes pictures, and {self.shape.name} reads text alone: leave "
-                "it out",
+                f"place.engines.encoders = {self.encoders} encodes pictures, and {self.shape.name} reads text alone: "
+                "leave it out",
                 page="docs/place.md#engines-of-several-processes",
             )
 
@@ -208,8 +208,8 @@ class Workload:
 
     @property
     def sync_bytes(self) -> float:
-        """Bytes of one version of the weights that an update sends: those of the adapter alone where there is one, codes
-        and scales of a number format.
+        """Bytes of one version of the weights that an update sends: those of the adapter alone where there is one,
+        codes and scales of a number format.
         """
         if self.sent_bits and not self.rank:
             return encoded_bytes(self.shape, self.sent_bits, self.width)
@@ -227,8 +227,8 @@ class Workload:
 
     @property
     def engine_share(self) -> float:
-        """Of a copy of the weights what lies on one device of an engine: of each matrix a part, or of the experts; a tower
-        lies whole on each.
+        """Of a copy of the weights what lies on one device of an engine: of each matrix a part, or of the experts; a
+        tower lies whole on each.
         """
         apart = self.shape.expert_parameters * self.width * (1 - 1 / self.data)
         tower = 0 if self.shape.tower is None else self.shape.tower.parameter_count * self.width

@@ -1,8 +1,8 @@
 """Other programs on the processors of this one: while they work, threads that wait for each other sleep at once.
 
-OpenMP's threads spin for some milliseconds at the end of every parallel region, which is what makes small products fast.
-Beside a busy program they take the processor from the very thread that they wait for: a step of 4.3 s took 12 s beside
-one loop of Python (two cores, docs/LOG.md). How long to spin libgomp reads once,
+OpenMP's threads spin for some milliseconds at the end of every parallel region, which is what makes small products
+fast. Beside a busy program they take the processor from the very thread that they wait for: a step of 4.3 s took 12 s
+beside one loop of Python (two cores, docs/LOG.md). How long to spin libgomp reads once,
 when it is loaded; but a process that has more of its threads than there are processors spins 3,000 times shorter. So a
 pool of threads that do nothing is held while neighbours work, and let go when they have stopped. Nothing is computed
 by other threads or by another number of them: no bit changes.

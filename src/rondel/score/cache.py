@@ -10,7 +10,8 @@ from typing import Any
 
 
 class ScoreCache:
-    """`ScoreCache(folder / "judge.sqlite")`; None keeps it in memory. The key is a digest of everything that was asked."""
+    """`ScoreCache(folder / "judge.sqlite")`; None keeps it in memory.
+    The key is a digest of everything that was asked."""
 
     def __init__(self, path: Path | None) -> None:
         self.link = sqlite3.connect(":memory:" if path is None else path, isolation_level=None, timeout=30)

@@ -26,7 +26,8 @@ CLOSE = 1e-4  # a packed score and one computed alone, relative to the larger of
 
 
 class RewardModel:
-    """`RewardModel(path="folder or hub id")(trajectory, task)` -> Score of AutoModelForSequenceClassification with one label.
+    """`RewardModel(path="folder or hub id")(trajectory, task)` -> Score of AutoModelForSequenceClassification
+    with one label.
 
     tokens    of one batch, all its texts together
     template  of the text, with {question} and {answer}; None is the tokenizer's chat template

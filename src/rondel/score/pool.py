@@ -146,8 +146,8 @@ class RewardPool:
         return results
 
     async def precompute(self, episode: int, trajectory: Trajectory, task: Task, unfinished: bool) -> bool:
-        """Value the steps that an answer has so far; where its last turn is `unfinished`, those behind which a separator
-        stands. -> whether it worked: a failure counts when the answer is scored, and not here.
+        """Value the steps that an answer has so far; where its last turn is `unfinished`, those behind which a
+        separator stands. -> whether it worked: a failure counts when the answer is scored, and not here.
         """
         assert self.shared
         return await self.shared.precompute(episode, trajectory, task, unfinished, self._threads)

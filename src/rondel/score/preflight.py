@@ -25,7 +25,8 @@ Attempt = Callable[[str, Task], Awaitable[Trajectory | Failed]]
 
 @dataclass(frozen=True, slots=True)
 class CheckFinding:
-    """`CheckFinding("gold", False, "a gold answer scored 0.0 ...", "compare ...")`. `remedy` is empty where all is well.
+    """`CheckFinding("gold", False, "a gold answer scored 0.0 ...", "compare ...")`.
+    `remedy` is empty where all is well.
 
     A `warning` is ok, and still worth its remedy.
     """
@@ -170,7 +171,10 @@ def _check_below_gold(kind: str, scores: Scores) -> CheckFinding:
 
 
 def _check_time(seconds: list[float], pool: RewardPool) -> CheckFinding:
-    message = f"{statistics.median(seconds) * 1e3:.1f} ms a call, 95 % within {p95(seconds) * 1e3:.1f} ms, slowest {max(seconds) * 1e3:.1f} ms; the limit is {pool.timeout:g} s"
+    message = (
+        f"{statistics.median(seconds) * 1e3:.1f} ms a call, 95 % within {p95(seconds) * 1e3:.1f} ms, slowest "
+        f"{max(seconds) * 1e3:.1f} ms; the limit is {pool.timeout:g} s"
+    )
     slow = max(seconds) > pool.timeout / 2
     return CheckFinding("time", not slow, message, "raise the reward's timeout, or make it faster" if slow else "")
 

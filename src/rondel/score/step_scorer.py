@@ -1,4 +1,5 @@
-"""A function of the user's that values the steps of an answer, and what it has said of one that is still being written."""
+"""A function of the user's that values the steps of an answer,
+and what it has said of one that is still being written."""
 
 from __future__ import annotations
 

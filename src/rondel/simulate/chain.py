@@ -55,7 +55,10 @@ def build_chain(tiers: tuple[int, ...] = TIERS, *, steps: int = 4, gain_devices:
     makers = dict(zip(TIERS, (_memory_tier, _prefill_tier, _copies_row, _tail_tier, _controller_row, _collective_tier)))
     found = split_gains(gain_devices)
     return {
-        "work": "qwen2.5-7b on h100 where nothing else is said, 4 groups of 8 a device up to 2048 groups, at most 16k tokens, 4k on average",
+        "work": (
+            "qwen2.5-7b on h100 where nothing else is said, 4 groups of 8 a device up to 2048 groups, "
+            "at most 16k tokens, 4k on average"
+        ),
         "tiers": [makers[devices](devices, steps) for devices in tiers],
         "gains": found,
         "published": {

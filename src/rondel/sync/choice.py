@@ -1,5 +1,5 @@
-"""Several ways for weights, of which one is used until it fails: what `sync.kind = "auto"` means between processes of one
-machine. The fastest comes first, by what each moved at the start.
+"""Several ways for weights, of which one is used until it fails: what `sync.kind = "auto"` means between processes of
+one machine. The fastest comes first, by what each moved at the start.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def sample_weights(device: str) -> Iterator[tuple[TensorInfo, Tensor]]:
 
 
 class SampleEnd:
-    """One end of a measurement, the trainer's or an engine's; what it is given is a transport that nothing else uses."""
+    """One end of a measurement, the trainer's or an engine's;
+    what it is given is a transport that nothing else uses."""
 
     def __init__(self, device: str) -> None:
         self.device = device

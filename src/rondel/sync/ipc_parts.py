@@ -45,8 +45,8 @@ class PartAddresses:
 def assign_writers(
     held: Sequence[Mapping[str, TensorPart]], itemsize: Mapping[str, int]
 ) -> list[dict[str, list[Block]]]:
-    """Who of several holders writes what, so that every number is written once and all write alike much. -> for each the
-    blocks of each tensor, in its part and in the whole.
+    """Who of several holders writes what, so that every number is written once and all write alike much. -> for each
+    the blocks of each tensor, in its part and in the whole.
     """
     wholes: dict[str, TensorPart] = {}
     for parts in held:

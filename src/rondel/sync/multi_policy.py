@@ -13,7 +13,8 @@ from rondel.core.types import Manifest, Route
 
 
 class MultiPolicyTransport:
-    """The driver's end of them all: `MultiPolicyTransport({"policy": FromIpc(), "critic": FromIpc()})`, which are of one kind.
+    """The driver's end of them all: `MultiPolicyTransport({"policy": FromIpc(), "critic": FromIpc()})`,
+    which are of one kind.
 
     A route carries {policy: its route}. The trainers' and the engines' ends are their own, of one policy each.
     """

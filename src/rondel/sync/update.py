@@ -74,8 +74,8 @@ class EngineMessages:
         return await self.gather({f"engine {i}": engine.status() for i, engine in enumerate(engines)}, "its status")
 
     async def pause(self, engines: Sequence[RolloutEngine], parked: list[RolloutEngine]) -> float:
-        """Those that decode, or have only just ceased to, stand between two steps when it returns. `parked` has them from
-        before the first one is asked, for if one cannot be paused, the others are to go on. -> since when.
+        """Those that decode, or have only just ceased to, stand between two steps when it returns. `parked` has them
+        from before the first one is asked, for if one cannot be paused, the others are to go on. -> since when.
         """
         for engine, status in zip(engines, await self.statuses(engines), strict=True):
             if status.state in ("serving", "refusing"):

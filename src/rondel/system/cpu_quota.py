@@ -55,7 +55,8 @@ def usable_processors() -> int:
 
 
 def _group_folders(mount: Path, groups: Path) -> Iterator[Path]:
-    """From the process's own up to the root. A container may see the groups above it or not; its own is then the root."""
+    """From the process's own up to the root. A container may see the groups above it or not;
+    its own is then the root."""
     try:
         lines = groups.read_text().splitlines()
     except OSError:

@@ -24,8 +24,8 @@ BROKEN_OUTPUT = 120  # what an interpreter that cannot write its output exits wi
 
 
 def import_whole(name: str) -> ModuleType:
-    """`importlib.import_module(name)` without garbage collections; what is there afterwards stays, so no later one looks
-    through it either.
+    """`importlib.import_module(name)` without garbage collections; what is there afterwards stays, so no later one
+    looks through it either.
     """
     if name in sys.modules:
         return sys.modules[name]

@@ -51,7 +51,8 @@ def release_freed_memory() -> None:
 
 
 def heap_bytes() -> dict[str, int]:
-    """{"used": bytes of live blocks, "free": of freed ones, resident or given back} of the heap; nothing without glibc."""
+    """{"used": bytes of live blocks, "free": of freed ones, resident or given back} of the heap;
+    nothing without glibc."""
     library = _glibc()
     if library is None:
         return {}

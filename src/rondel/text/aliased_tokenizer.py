@@ -1,4 +1,5 @@
-"""A twin of a tokenizer in which every control token has another name: it reads control tokens that a text spells as text."""
+"""A twin of a tokenizer in which every control token has another name:
+it reads control tokens that a text spells as text."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import Any
 
 
 def make_aliased_tokenizer(tokenizer: Any, names: dict[str, int], aliases: dict[str, str]) -> Any:
-    """The backend of a tokenizer with the control tokens `names` renamed to their `aliases`, by the same numbers; None if it
-    cannot be made.
+    """The backend of a tokenizer with the control tokens `names` renamed to their `aliases`, by the same numbers; None
+    if it cannot be made.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     try:

@@ -1,5 +1,6 @@
-"""What a step knows of every trained token before the first pass with a gradient: its log-probabilities under some weights
-(proximal, reference, start), in the same packing as the update, and what it has earned, for the whole step at once (law 3).
+"""What a step knows of every trained token before the first pass with a gradient: its log-probabilities under some
+weights (proximal, reference, start), in the same packing as the update, and what it has earned,
+for the whole step at once (law 3).
 """
 
 from __future__ import annotations

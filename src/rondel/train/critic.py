@@ -97,7 +97,8 @@ class Critic:
 
     @torch.no_grad()
     def annotate_values(self, batch: TrainBatch, settings: TrainSettings) -> None:
-        """Write the values into every sample's tokens, and of an episode that its world cut off that of what came then."""
+        """Write the values into every sample's tokens, and of an episode that its world cut off that
+        of what came then."""
         done: list[int] = []
         for packed in self._split_batch(batch, settings):
             if not self.loaded.has_head:

@@ -186,12 +186,13 @@ class FsdpRank(SingleRank):
             )
         if mesh.overlap:
             raise ConfigError(
-                f"place.mesh = {mesh}: of a {model.config.model_type} the rows between the parts of a layer lie whole on "
-                "every rank; leave overlap out"
+                f"place.mesh = {mesh}: of a {model.config.model_type} the rows between the parts of a layer lie whole "
+                "on every rank; leave overlap out"
             )
         if mesh.cp_attention == "ring":
             raise ConfigError(
-                f"place.mesh = {mesh}: keys and values of a {model.config.model_type} are gathered; leave cp_attention out"
+                f"place.mesh = {mesh}: keys and values of a {model.config.model_type} are gathered; "
+                "leave cp_attention out"
             )
         head = loaded.head.shared_by(self.context)
         if not isinstance(model, FSDPModule):

@@ -44,8 +44,8 @@ GPU_LOGITS = 1 << 27  # on a GPU, whose products want more rows: 0.5 GB in fp32,
 
 
 def _row_chunks(hidden: Tensor, head: LMHead) -> list[slice]:
-    """As few chunks as the budget allows: each one also passes over the whole gradient of the head. As many on every rank
-    that has a part of the vocabulary: they meet in each.
+    """As few chunks as the budget allows: each one also passes over the whole gradient of the head. As many on every
+    rank that has a part of the vocabulary: they meet in each.
     """
     rows, vocab = len(hidden), len(head.weight) if head.part is None else head.part.widest
     n = -(-rows * vocab // (GPU_LOGITS if hidden.is_cuda else LOGITS))
@@ -311,7 +311,8 @@ def fused_logprob_and_entropy(
     *,
     tile: TileShape | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """hidden [T, D] and weight [V, D] of one dtype, bias [V], target [T] int64 -> (logprob [T], entropy [T]) in fp32."""
+    """hidden [T, D] and weight [V, D] of one dtype, bias [V], target [T] int64 -> (logprob [T],
+    entropy [T]) in fp32."""
     return _Fused.apply(hidden, weight, bias, target, shape, tile)
 
 
@@ -419,7 +420,8 @@ def logprob_entropy_and_top(
     temperature: float = 1.0,
     kept: SupportMask | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as `logprob_and_entropy`, and the log-probabilities of more tokens in its place: top_ids [M,K] -> [M,K]."""
+    """The same as `logprob_and_entropy`, and the log-probabilities of more tokens in its place:
+    top_ids [M,K] -> [M,K]."""
     found = _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept, None, REVERSE_KL, top_ids)
     return found[0], found[1], found[3]
 

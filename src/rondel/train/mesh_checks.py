@@ -22,7 +22,8 @@ def refuse_mesh(loaded: LoadedModel, mesh: Mesh) -> None:
         return
     if mesh.cp_attention == "ring" and (reads := _unlike_keys(loaded)):
         raise ConfigError(
-            f"place.mesh = {mesh}: {reads} cannot go round a ring. Leave cp_attention out: they are gathered, in each layer"
+            f"place.mesh = {mesh}: {reads} cannot go round a ring. Leave cp_attention out: they are gathered, "
+            "in each layer"
         )
     for found, what in (
         (mesh.overlap and loaded.adapter is not None, "rows of layers with an adapter do not travel beside products"),

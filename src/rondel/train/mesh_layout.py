@@ -19,8 +19,8 @@ def rank_part(
     sharded: bool = True,
 ) -> TensorPart:
     """Of a whole tensor of this shape: its part by tp or ep, and of that the rows of the rank's shard. Rows lie over
-    shards · cp, those of experts over what ep leaves of shards · cp · tp; replicas have the same. `sharded` is False for
-    what lies whole on every rank.
+    shards · cp, those of experts over what ep leaves of shards · cp · tp; replicas have the same. `sharded` is False
+    for what lies whole on every rank.
     """
     part = TensorPart.whole(shape)
     if not sharded:

@@ -8,8 +8,8 @@ each agent's tokens train its own weights.
 Each loss is what it would be if its agents trained alone: denominators, clipping and
 schedule are its own.  MARFT, arXiv:2504.16129.
 
-A policy may have a row of its own: a model of a world learns by likelihood what the world did, and nothing of what it drew
-itself.
+A policy may have a row of its own: a model of a world learns by likelihood what the world did, and nothing of what it
+drew itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class MultiPolicyTrainer:
     another row than the run's.
     """
 
-    def __init__(self, each: Mapping[str, Trainer], rows: Mapping[str, Algorithm] | None = None) -> None:
+    def __init__(
+        self, each: Mapping[str, Trainer[TrainBatch, Algorithm | Mixture]], rows: Mapping[str, Algorithm] | None = None
+    ) -> None:
         self.each: dict[str, Any] = dict(each)
         self.rows = dict(rows or {})
         self._published: dict[str, Manifest] = {}

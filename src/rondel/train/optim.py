@@ -274,8 +274,8 @@ def _hashed(name: str, first: int, like: Tensor) -> Tensor:
 
 
 def learning_rate(lr: float, step: int, settings: TrainSettings) -> float:
-    """`lr` at a step that counts from 0: linear warm-up over `warmup_steps`, then constant, linear to 0, or a half cosine
-    to 0 at `steps`.
+    """`lr` at a step that counts from 0: linear warm-up over `warmup_steps`, then constant, linear to 0, or a half
+    cosine to 0 at `steps`.
     """
     step, warmup = step - settings.first_step, settings.warmup_steps
     if step < warmup:

@@ -24,8 +24,8 @@ ONE_RANK = ("adamw_8bit", "muon")  # they need a tensor whole, or blocks of it t
 def build_optimizers(
     kind: str, masters: Sequence[Tensor], hidden: Sequence[bool], *, betas: tuple[float, float], weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """`hidden`: which masters are of the layers, neither embedding nor head. Weight decay is for matrices. Each learning
-    rate is set before each step.
+    """`hidden`: which masters are of the layers, neither embedding nor head. Weight decay is for matrices. Each
+    learning rate is set before each step.
     """
     if kind == "muon":
         matrices = [m for m, inside in zip(masters, hidden) if inside and m.ndim == 2]

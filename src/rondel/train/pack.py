@@ -397,7 +397,8 @@ class ImageLookups:
         return VisionFeatures(self.rows, loaded.encode_images(self.images).select_rows(self.cells), self.numbers)
 
     def of_rows(self, place_T: Tensor) -> ImageLookups | None:
-        """Of some of the packed rows, by the new place of each, -1 of the others; with the images alone that these see."""
+        """Of some of the packed rows, by the new place of each, -1 of the others;
+        with the images alone that these see."""
         at = place_T[self.rows]
         mine = (at >= 0).nonzero()[:, 0]
         if not len(mine):
@@ -627,7 +628,8 @@ def _checked_support(trajectory: Trajectory, trainable: np.ndarray, name: str) -
 
 
 def _top_columns(trajectory: Trajectory, trainable: np.ndarray) -> dict[str, Tensor]:
-    """The likeliest tokens of every draw as two columns [m, K], filled up with -inf; none unless all of them have some."""
+    """The likeliest tokens of every draw as two columns [m, K], filled up with -inf;
+    none unless all of them have some."""
     tops = [] if trajectory.behavior_top is None else [trajectory.behavior_top[t] for t in trainable]
     if not tops or any(top is None for top in tops):
         return {}

@@ -146,8 +146,8 @@ ALONE = SingleRank()
 
 
 class WeightPublisher:
-    """Gives the weights of a trainer of one rank to its transport. Weights in a number format travel as codes and scales,
-    each from the whole tensor.
+    """Gives the weights of a trainer of one rank to its transport. Weights in a number format travel as codes and
+    scales, each from the whole tensor.
 
     masters  of the trainer: what it rounds, too, is encoded from them
     """

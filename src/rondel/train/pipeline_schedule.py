@@ -5,13 +5,13 @@
     stage 1      F0 F1 .  B0 F2 B1 F3 B2 .  B3
     stage 2         F0 B0 F1 B1 F2 B2 F3 B3
 
-A stage runs at most p - stage micro-batches ahead of its backward passes, so it keeps the activations of no more, however
-many there are. Micro-batches are ragged: a tick is as long as the work it holds, and the order is the same. With p = 1 it
-is the plain loop, F0 B0 F1 B1 ...
+A stage runs at most p - stage micro-batches ahead of its backward passes, so it keeps the activations of no more,
+however many there are. Micro-batches are ragged: a tick is as long as the work it holds, and the order is the same.
+With p = 1 it is the plain loop, F0 B0 F1 B1 ...
 
-With v chunks a stage has v runs of layers, each behind the same one of the stage before, and the last stage's are followed
-by the first one's next (interleaved 1F1B, arXiv:2104.04473). Micro-batches go through in groups of p, a group through one
-chunk after the other, so a stage waits for 1/v of a stage's work where it waited for all of it:
+With v chunks a stage has v runs of layers, each behind the same one of the stage before, and the last stage's are
+followed by the first one's next (interleaved 1F1B, arXiv:2104.04473). Micro-batches go through in groups of p, a group
+through one chunk after the other, so a stage waits for 1/v of a stage's work where it waited for all of it:
 
     p = 2, v = 2, m = 2      of stage 0 chunks a and c, of stage 1 b and d
     stage 0   a0 a1 c0 c1 .  C0 .  C1 A0 A1        a b c d forward, A B C D backward
@@ -40,8 +40,8 @@ class StagePass:
 
 
 def one_forward_one_backward(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> list[StagePass]:
-    """Passes of `stage` of `stages`, in turn; in each chunk gradients of micro-batches are added in their order, as on one
-    device.
+    """Passes of `stage` of `stages`, in turn; in each chunk gradients of micro-batches are added in their order, as on
+    one device.
     """
     forward = _in_groups(stages, micro_batches, [*range(chunks)])
     backward = _in_groups(stages, micro_batches, [*reversed(range(chunks))])
@@ -70,8 +70,8 @@ def run_schedule(
     backward: Callable[[Any, bool], None],
     enter_chunk: Callable[[int], None] = lambda chunk: None,
 ) -> None:
-    """Make each pass of `order`. What `forward` gives waits for `backward`; both are told whether the micro-batch is the
-    last one. `enter_chunk`: before each pass.
+    """Make each pass of `order`. What `forward` gives waits for `backward`; both are told whether the micro-batch is
+    the last one. `enter_chunk`: before each pass.
     """
     last = max((each.micro_batch for each in order), default=0)
     final = max((each.chunk for each in order), default=0)

@@ -41,8 +41,8 @@ class ReplicatedWeights(MasterWeights):
             self.share = stage.share_of(sum(m.numel() for m in self.masters))
 
     def gradient_norm(self) -> Tensor:
-        """Each rank has the gradient of its own tokens, and of its part of each matrix, until it is asked; then all have
-        the sum.
+        """Each rank has the gradient of its own tokens, and of its part of each matrix, until it is asked; then all
+        have the sum.
         """
         grads = [m.grad for m in self.masters if m.grad is not None]
         if grads and not self._summed:

@@ -1,5 +1,5 @@
-"""Passes that some rows of the table need and others do not: policies that are compared over a whole vocabulary, over the
-likeliest tokens or over the steps of a flow, and what is kept of a pass beside log-probabilities.
+"""Passes that some rows of the table need and others do not: policies that are compared over a whole vocabulary, over
+the likeliest tokens or over the steps of a flow, and what is kept of a pass beside log-probabilities.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def forward_with_top(
     temperature: float,
     tape: RoutingTape | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprob [M], entropy [M]) as `forward` has them, of the distributions that were drawn from, and the log-probabilities of `top_ids` [M, K]."""
+    """(logprob [M], entropy [M]) as `forward` has them, of the distributions that were drawn from, and the
+    log-probabilities of `top_ids` [M, K]."""
 
     def compute_logprobs(own: PackedBatch | RowShare, hidden: Tensor, head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
         ids = top_ids[own.own] if isinstance(own, RowShare) else top_ids
@@ -65,7 +66,8 @@ def _forward_own(
 
 
 def forward_with_reference(loaded: LoadedModel, packed: PackedBatch, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of the steps of a flow, and KL(policy || reference) of each [M], by the means of the reference [M, D]."""
+    """The same of the steps of a flow, and KL(policy || reference) of each [M],
+    by the means of the reference [M, D]."""
     steps = steps_of(packed)
 
     def evaluate(head: Any) -> Any:

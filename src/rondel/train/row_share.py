@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """`tokens`, `positions` [t] of this rank's part, `source` [m] in it, `target` [m]: what a PackedBatch has of the whole
-    row.
+    """`tokens`, `positions` [t] of this rank's part, `source` [m] in it, `target` [m]: what a PackedBatch has of the
+    whole row.
 
     own      [m] which of the row's M targets these are
     lengths  tokens of each rank's part

@@ -19,8 +19,8 @@ class SupportMask(NamedTuple):
     row: Tensor  # [K] ascending
 
     def of_vocabulary(self, first: int, size: int) -> SupportMask:
-        """Among the ids [first, first + size) alone, as columns of that part. A token that kept none of them stays known
-        by one column that does not exist, so that all of its own are cut.
+        """Among the ids [first, first + size) alone, as columns of that part. A token that kept none of them stays
+        known by one column that does not exist, so that all of its own are cut.
         """
         inside = (self.ids >= first) & (self.ids < first + size)
         return SupportMask(torch.where(inside, self.ids - first, size), self.row)

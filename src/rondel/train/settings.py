@@ -1,4 +1,5 @@
-"""Settings of a trainer, as numbers: what a recipe's sections trainer, loop, algo and engine.sampling mean for one step."""
+"""Settings of a trainer, as numbers: what a recipe's sections trainer, loop,
+algo and engine.sampling mean for one step."""
 
 from __future__ import annotations
 

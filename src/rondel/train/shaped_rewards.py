@@ -1,5 +1,5 @@
-"""Rewards that a row shapes or charges before they are advantages, what its critic learns from them, and what it charges the
-advantages themselves.
+"""Rewards that a row shapes or charges before they are advantages, what its critic learns from them, and what it
+charges the advantages themselves.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def is_target(name: str) -> bool:
 
 
 def static_inputs(packed: StaticPackedBatch, known: TokenBatch, weight_m: Tensor) -> dict[str, Tensor]:
-    """All that a pass reads of a micro-batch, by name: the row, the weights, and the columns that are known. The samples
-    of `known` are counted from 0, so that there are fewer of them than targets.
+    """All that a pass reads of a micro-batch, by name: the row, the weights, and the columns that are known. The
+    samples of `known` are counted from 0, so that there are fewer of them than targets.
     """
     layout: StaticLayout = packed.layout  # type: ignore[assignment]
     row = (packed.tokens, packed.positions, layout.at, layout.end, packed.source, packed.target, weight_m)

@@ -4,10 +4,10 @@ Run operation by operation, or as one graph for each shape, in which forward and
 
     graph(weights, buffers) -> loss, what is measured of each target, gradients
 
-The graph is made by running the pass once over tensors that have shapes and no numbers (torch's make_fx). Whatever would
-depend on a number - a branch, a shape, a value that the host reads - is an error there, so a graph that was made is a
-proof that nothing does. It is compiled by torch's inductor, and never again while the shapes are the same. On a GPU the
-pass may be recorded as a CUDA graph instead.
+The graph is made by running the pass once over tensors that have shapes and no numbers (torch's make_fx). Whatever
+would depend on a number - a branch, a shape, a value that the host reads - is an error there, so a graph that was made
+is a proof that nothing does. It is compiled by torch's inductor, and never again while the shapes are the same. On a
+GPU the pass may be recorded as a CUDA graph instead.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class TokenLoss(Protocol):
 
 
 class StaticLoss(nn.Module):
-    """`StaticLoss(token_loss, loaded, row, 1.0)(inputs)` -> the loss, and the log-probability, entropy and terms of each
-    target: a function of its inputs alone, which can be traced, exported and compiled.
+    """`StaticLoss(token_loss, loaded, row, 1.0)(inputs)` -> the loss, and the log-probability, entropy and terms of
+    each target: a function of its inputs alone, which can be traced, exported and compiled.
     """
 
     def __init__(self, loss: TokenLoss, loaded: LoadedModel, row: Algorithm, temperature: float) -> None:

@@ -97,7 +97,8 @@ class LocalTrainer:
         claim: MemoryClaim | None = None,
         static: StaticPasses | None = None,
     ) -> None:
-        """`static`: passes of fixed shapes. `claim`: on the memory of a device that an engine wants, too; with one the trainer begins asleep."""
+        """`static`: passes of fixed shapes. `claim`: on the memory of a device that an engine wants, too;
+        with one the trainer begins asleep."""
         self.main = settings
         self.warmup = warmup
         self._device = run

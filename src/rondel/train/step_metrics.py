@@ -1,5 +1,5 @@
-"""What a step measures of its tokens: sums over all ranks, and how far the trainer's probabilities are from the engine's,
-with an alarm.
+"""What a step measures of its tokens: sums over all ranks, and how far the trainer's probabilities are from the
+engine's, with an alarm.
 
 T trainable tokens · x_t = log pi_trainer(t) - log mu(t), mu the engine's when the token was drawn, before any
 rejection · w = exp(x), x clamped to ±20
@@ -107,7 +107,8 @@ class StepMetricSums:
 
 
 def _route_margins(flips: dict[str, Tensor], terms: dict[str, Tensor]) -> dict[str, float]:
-    """Quantiles of s_k - s_(k+1) over tokens and layers, of all and of those that chose otherwise than the engine did."""
+    """Quantiles of s_k - s_(k+1) over tokens and layers, of all and of those that chose otherwise than
+    the engine did."""
     pairs = [
         (margins, flips[name]) for name in flips if (margins := terms.get(name.replace("flips", "margins"))) is not None
     ]

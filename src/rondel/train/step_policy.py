@@ -1,4 +1,5 @@
-"""What training asks of a policy that draws points or actions: the same as of one that draws tokens (annotate.py: Policy)."""
+"""What training asks of a policy that draws points or actions:
+the same as of one that draws tokens (annotate.py: Policy)."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class TeacherOpinion:
 
 @dataclass(frozen=True, slots=True)
 class TeacherDistribution:
-    """`taught.log_q(slice(0, 64))` -> [64, V], the weighed mean of the teachers' log-probabilities at these tokens; of a
-    part of the vocabulary where it is cut.
+    """`taught.log_q(slice(0, 64))` -> [64, V], the weighed mean of the teachers' log-probabilities at these tokens; of
+    a part of the vocabulary where it is cut.
     """
 
     opinions: list[TeacherOpinion]

@@ -1,4 +1,5 @@
-"""Whether each rank of a trainer can round its part of a weight alone: every block that shares a scale lies whole on one.
+"""Whether each rank of a trainer can round its part of a weight alone:
+every block that shares a scale lies whole on one.
 
 W [O, I] in shards of rows       blocks of 1 x 32: whole        blocks of 128 x 128: where O / shards is a multiple
                                                                 of 128        a scale of the tensor: never
@@ -59,9 +60,9 @@ def _refuse_part(name: str, form: WeightFormat, part: TensorPart, shape: tuple[i
         "shards or cp instead of tp" if in_rows else "a format whose blocks lie in rows (int4, mxfp4, mxfp8, fp8_row)"
     )
     raise ConfigError(
-        f'model.format = "{rule.name}" has {"a scale of the whole tensor" if rule.scales_tensor else blocks}, and a rank of '
-        f"the trainer holds {list(part.shape)} of {name} {list(shape)}, which cuts some: take {take}, or fewer ranks "
-        "(place.ranks, place.mesh)",
+        f'model.format = "{rule.name}" has {"a scale of the whole tensor" if rule.scales_tensor else blocks}, and a '
+        f"rank of the trainer holds {list(part.shape)} of {name} {list(shape)}, which cuts some: take {take}, or fewer "
+        "ranks (place.ranks, place.mesh)",
         page="docs/train.md#number-formats",
     )
 

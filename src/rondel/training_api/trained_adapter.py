@@ -34,7 +34,8 @@ class TrainedAdapter:
         self.added = 0
 
     def step(self, adam: Adam) -> dict[str, float]:
-        """One step with the gradient that was added. TrainError where it is not finite: it is gone then, nothing moved."""
+        """One step with the gradient that was added. TrainError where it is not finite: it is gone then,
+        nothing moved."""
         if not self.added:
             raise UserError("there is no gradient: call forward_backward before optim_step")
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]

@@ -1,6 +1,7 @@
 """`rondel audit`: rollouts that may have earned their reward by a hack, each with the words that say so.
 
-tests.py    tests that were edited, deleted, skipped or left early; checks that were patched; outputs that were special-cased
+tests.py    tests that were edited, deleted, skipped or left early; checks that were patched; outputs that were
+            special-cased
 answers.py  answers that were read and not found; several answers at once
 judges.py   words to the grader, and what nobody but it is meant to see
 report.py   findings of a run over its steps: reward against the group, and the correlation with the reward

@@ -73,7 +73,8 @@ def _of_call(call: str, expected: Any) -> Iterator[Pair]:
 
 
 def _without_own_tests(tree: ast.Module) -> ast.Module:
-    """Without functions test_*, loops that assert, and what runs only as a program: there the pairs are for checking."""
+    """Without functions test_*, loops that assert, and what runs only as a program:
+    there the pairs are for checking."""
 
     def checks(node: ast.stmt) -> bool:
         named = isinstance(node, ast.FunctionDef) and node.name.startswith("test")

@@ -38,7 +38,8 @@ class AlgorithmConfig(ConfigSection):
     )
     mask_truncated: bool = Field(
         False,
-        description="an answer that the token limit cut off gives no gradient; its reward stays in the group's baseline",
+        description="an answer that the token limit cut off gives no gradient; "
+        "its reward stays in the group's baseline",
     )
     beside: list[BesideConfig] = Field(
         [],
@@ -74,7 +75,8 @@ class AlgorithmConfig(ConfigSection):
     )
     aggregate: dict[str, Any] = Field(
         {},
-        description="the weight of a token: token_mean, seq_mean_token_mean, seq_mean_token_sum, prompt_mean, fixed_norm",
+        description="the weight of a token: token_mean, seq_mean_token_mean, seq_mean_token_sum, "
+        "prompt_mean, fixed_norm",
     )
     shaping: dict[str, Any] = Field(
         {}, description="rewards -> rewards before the advantage: none, clip, overlong, kimi_length"
@@ -83,8 +85,8 @@ class AlgorithmConfig(ConfigSection):
     distill: dict[str, Any] = Field(
         {},
         description="a teacher's opinion of every token: distill, early, gated, full (with beta and top); they need "
-        "model.teacher. criteria: credit by parts of the reward, with a hint for each in model.teacher. observations: learn "
-        "what tools sent back. coef",
+        "model.teacher. criteria: credit by parts of the reward, with a hint for each in model.teacher. observations: "
+        "learn what tools sent back. coef",
     )
     value: dict[str, Any] = Field({}, description="what a critic minimises: clip")
     terms: list[dict[str, Any]] = Field(

@@ -71,16 +71,17 @@ class SpeculativeConfig(SettingsTable):
 class EngineConfig(ConfigSection):
     kind: str = Field(
         "builtin",
-        description='builtin; sglang (also for `rondel serve`) or vllm at a url; or "module:name", a server of your own',
+        description='builtin; sglang (also for `rondel serve`) or vllm at a url; or "module:name", '
+        "a server of your own",
     )
     url: str | list[str] | None = Field(
         None, description="where servers of another kind listen: one address or several"
     )
     numerics: Literal["fast", "aligned", "rounded"] = Field(
         "fast",
-        description="of engine, trainer and reference. `fast`: a model of 16 bits keeps its residual stream and its logits "
-        "in float32; `rounded`: rounds them, too, as other engines do; `aligned`: the same bits in every batch and in "
-        "the trainer; slower, dense models, refused where it does not hold",
+        description="of engine, trainer and reference. `fast`: a model of 16 bits keeps its residual stream and its "
+        "logits in float32; `rounded`: rounds them, too, as other engines do; `aligned`: the same bits in every batch "
+        "and in the trainer; slower, dense models, refused where it does not hold",
     )
     compile: bool | Literal["static"] = Field(
         False,

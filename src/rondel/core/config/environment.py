@@ -35,8 +35,8 @@ class ToolsConfig(BaseModel):
     model_config = CLOSED
     tools: list[str] = Field(
         min_length=1,
-        description="what the policy may call: calculator, python (in a sandbox), corpus:FOLDER (search, open, find), functions "
-        'and classes of yours as "module:name", "mcp:command", "mcp:http://...", "mcp+shared:..."',
+        description="what the policy may call: calculator, python (in a sandbox), corpus:FOLDER (search, open, find), "
+        'functions and classes of yours as "module:name", "mcp:command", "mcp:http://...", "mcp+shared:..."',
     )
     turns: int = Field(8, ge=1, description="most replies of the policy in one episode")
     timeout: float = Field(30.0, gt=0, le=LONGEST, description="seconds for one call of a tool")
@@ -117,14 +117,15 @@ class ShopConfig(BaseModel):
     )
     user: str = Field(
         "scripted",
-        description='who the customer is: "scripted"; "policy", the agent "user", by the weights of [policies.user] (frozen '
-        'or trained) or else by those that are trained; or a model at an OpenAI-shaped address, "http://127.0.0.1:8000/v1"',
+        description='who the customer is: "scripted"; "policy", the agent "user", by the weights of [policies.user] '
+        "(frozen or trained) or else by those that are trained; or a model at an OpenAI-shaped address, "
+        '"http://127.0.0.1:8000/v1"',
     )
     user_model: str = Field("", description="the server's name of that model")
     user_score: Literal["goal", "hard", "shared"] | None = Field(
         None,
-        description='what a policy earns as the user: "goal" (if unset), for saying what it is asked for and nothing else; '
-        '"hard", the same where the agent failed; "shared", what the agent earned',
+        description='what a policy earns as the user: "goal" (if unset), for saying what it is asked for and nothing '
+        'else; "hard", the same where the agent failed; "shared", what the agent earned',
     )
     timeout: float = Field(30.0, gt=0, le=LONGEST, description="seconds for one call of a tool")
     suffix: str = Field("", description="appended to the first message of every user")
@@ -162,8 +163,8 @@ class ProposerSolverConfig(BaseModel):
     model_config = CLOSED
     checker: str = Field(
         "arithmetic",
-        description='what makes question and answer of a proposal: "arithmetic", or your "module:name", a function of its '
-        "text that raises ValueError where it is no problem",
+        description='what makes question and answer of a proposal: "arithmetic", or your "module:name", a function of '
+        "its text that raises ValueError where it is no problem",
     )
     attempts: int = Field(4, ge=1, description="answers of the solver to one problem")
     solver_score: Literal["relative", "plain"] = Field(
@@ -230,19 +231,19 @@ class ControlConfig(BaseModel):
     )
     threads: bool = Field(
         False,
-        description="each verb of the world runs on a thread: for worlds that take milliseconds and let other threads run "
-        'meanwhile; with actions = "tokens" they always do',
+        description="each verb of the world runs on a thread: for worlds that take milliseconds and let other threads "
+        'run meanwhile; with actions = "tokens" they always do',
     )
     processes: int = Field(
         0,
         ge=0,
-        description="the worlds are shared out among so many processes beside the run: for worlds that take milliseconds of "
-        "Python; 0: they step in the run's own",
+        description="the worlds are shared out among so many processes beside the run: for worlds that take "
+        "milliseconds of Python; 0: they step in the run's own",
     )
     actions: Literal["arrays", "tokens"] = Field(
         "arrays",
-        description='"tokens": a model of text, or of text and pictures, writes the number of an action, or of the bin of '
-        "each number of one; each action is a turn",
+        description='"tokens": a model of text, or of text and pictures, writes the number of an action, or of the bin '
+        "of each number of one; each action is a turn",
     )
     bins: int = Field(8, ge=2, description='with actions = "tokens": bins of each number of an action')
     frames: bool = Field(
@@ -253,8 +254,8 @@ class ControlConfig(BaseModel):
     instruction: str = Field("", description="what a flow_vla is told in words, beside every picture")
     expert: str = Field(
         "",
-        description='a controller whose episodes loop.warmup shows to what writes tokens or draws chunks: "cartpole", or '
-        '"module:name", a function from an observation to an action',
+        description='a controller whose episodes loop.warmup shows to what writes tokens or draws chunks: "cartpole", '
+        'or "module:name", a function from an observation to an action',
     )
 
     @model_validator(mode="after")
@@ -296,8 +297,8 @@ class EpisodeBudgetConfig(BaseModel):
         None,
         gt=0,
         le=LONGEST,
-        description="seconds from its first reply on, looked at before each reply; unset is no limit. Such a run cannot "
-        "be repeated bit for bit",
+        description="seconds from its first reply on, looked at before each reply; unset is no limit. Such a run "
+        "cannot be repeated bit for bit",
     )
     cost: float | None = Field(
         None, gt=0, description="what its remote models may cost, as the environment says with chat.spend(cost)"
@@ -320,15 +321,15 @@ class EpisodeConfig(BaseModel):
     shots: int = Field(
         0,
         ge=0,
-        description="so many training tasks stand before every prompt, played by the environment with its own gold replies "
-        "(of one turn: with the answer); they are not trained on",
+        description="so many training tasks stand before every prompt, played by the environment with its own gold "
+        "replies (of one turn: with the answer); they are not trained on",
     )
     drift: Literal["keep", "branch", "refuse"] = Field(
         "keep",
         description="where the chat template would write the conversation so far in other tokens than those that stand "
-        'there (Qwen3 drops earlier thoughts): "keep" goes on from what was written, "branch" begins another trajectory '
-        'of the episode with what it writes, "refuse" ends the episode as a fault of the environment; every kind is '
-        "counted",
+        'there (Qwen3 drops earlier thoughts): "keep" goes on from what was written, "branch" begins another '
+        'trajectory of the episode with what it writes, "refuse" ends the episode as a fault of the environment; every '
+        "kind is counted",
     )
 
 

@@ -33,8 +33,8 @@ class OversampleConfig(SettingsTable):
     def _check_late(self) -> OversampleConfig:
         if self.__dict__["late"] == "retry" and not self.__dict__["groups"]:
             raise ValueError(
-                'late = "retry" has no effect: without groups beyond the step\'s no group is ever late, it is waited for. '
-                "Set groups, or remove it"
+                'late = "retry" has no effect: without groups beyond the step\'s no group is ever late, it is waited '
+                "for. Set groups, or remove it"
             )
         return self
 
@@ -47,8 +47,8 @@ class ReplaysConfig(SettingsTable):
         None,
         ge=1,
         le=1000,
-        description="versions that a group may be old when it comes back; unset, max_staleness. More than that needs a row "
-        "that weighs, masks or drops by who drew a token",
+        description="versions that a group may be old when it comes back; unset, max_staleness. More than that needs a "
+        "row that weighs, masks or drops by who drew a token",
     )
 
     @model_validator(mode="after")

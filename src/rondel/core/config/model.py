@@ -48,8 +48,8 @@ def check_context(context: str) -> None:
         raise ValueError(f"context = {context!r}: {{{odd[0]}}} is no name of a field, as {{answer}} is")
     if not names or context.strip() == "{prompt}":
         raise ValueError(
-            f"context = {context!r} tells nothing of the task but its prompt, or not even that: write {{prompt}} with a "
-            "hint, or name a field of the task, as {answer}, or {solution}"
+            f"context = {context!r} tells nothing of the task but its prompt, or not even that: write {{prompt}} with "
+            "a hint, or name a field of the task, as {answer}, or {solution}"
         )
 
 
@@ -67,8 +67,9 @@ class TeacherConfig(BaseModel):
     source: str | None = Field(None, description="the source whose tasks it teaches; unset, all")
     context: str | None = Field(
         None,
-        description="what it reads instead of the prompt: {prompt}, any field of the task, as {answer}, and {solution}, "
-        "the best other answer of the group; without path and url it is the policy itself, as the step begins",
+        description="what it reads instead of the prompt: {prompt}, any field of the task, as {answer}, and "
+        "{solution}, the best other answer of the group; without path and url it is the policy itself, "
+        "as the step begins",
     )
 
     @model_validator(mode="after")
@@ -103,7 +104,8 @@ class VisionConfig(SettingsTable):
     )
     image_tokens: Count | Literal["auto"] = Field(
         "auto",
-        description="most tokens of one image or step of a video, scaled down to it; auto: what the model's own settings say",
+        description="most tokens of one image or step of a video, scaled down to it; auto: "
+        "what the model's own settings say",
     )
 
 
@@ -114,13 +116,13 @@ class NumberFormatConfig(SettingsTable):
     trainer: Literal["whole", "rounded"] = Field(
         "whole",
         description="whole: trainer and reference compute with whole weights (quantised rollouts), and the row has to "
-        'weigh tokens by both: algo.correction.kind = "importance", or algo.ratio.anchor = "behavior"; rounded: with what '
-        "the format decodes to, as the name of a format alone says",
+        'weigh tokens by both: algo.correction.kind = "importance", or algo.ratio.anchor = "behavior"; rounded: with '
+        "what the format decodes to, as the name of a format alone says",
     )
     held: Literal["decoded", "encoded"] = Field(
         "decoded",
-        description="what the engine keeps of its linear layers: numbers in the model's dtype, or codes and scales, which "
-        "are decoded for each product: less memory, slower on a CPU, the same numbers up to rounding",
+        description="what the engine keeps of its linear layers: numbers in the model's dtype, or codes and scales, "
+        "which are decoded for each product: less memory, slower on a CPU, the same numbers up to rounding",
     )
 
     @field_validator("engine")
@@ -150,8 +152,9 @@ class ModelConfig(ConfigSection):
         discriminator=Discriminator(
             lambda given: "[table]" if isinstance(given, (dict, NumberFormatConfig)) else "text"
         ),
-        description="number format of the layers' matrices, in engine, trainer and reference alike: rounded to it at every "
-        'update, while their masters stay whole (quantisation-aware training); or `{ engine = "fp8" }`: the engine\'s '
+        description="number format of the layers' matrices, in engine, trainer and reference alike: rounded to it at "
+        'every update, while their masters stay whole (quantisation-aware training); or `{ engine = "fp8" }`: '
+        "the engine's "
         "alone (quantised rollouts)",
     )
     adapter: AdapterConfig = Field(
@@ -187,7 +190,8 @@ class ModelConfig(ConfigSection):
         return self.format if isinstance(self.format, str) else self.format.engine
 
     def on_one_module(self) -> ModelConfig:
-        """The same where engine and trainer read one module: what both round is held decoded, as the trainer needs it."""
+        """The same where engine and trainer read one module: what both round is held decoded,
+        as the trainer needs it."""
         if not self.engine_holds_codes or self.rollout_format != "none":
             return self
         return self.model_copy(update={"format": self.engine_format})

@@ -18,8 +18,8 @@ class MeshConfig(SettingsTable):
     pp: Count = Field(1, description="stages of layers, one behind the other (pipeline parallel)")
     chunks: Count = Field(
         1,
-        description="runs of layers of each stage, which take turns (interleaved pipeline): stages wait less, and hidden "
-        "states travel as many times; with pp",
+        description="runs of layers of each stage, which take turns (interleaved pipeline): stages wait less, and "
+        "hidden states travel as many times; with pp",
     )
     replicas: Count = Field(
         1, description="copies of all shards: weights are gathered within one, gradients summed over all"
@@ -32,8 +32,8 @@ class MeshConfig(SettingsTable):
     tp: Count = Field(1, description="ranks that share each matrix (tensor parallel)")
     ep: Count = Field(
         1,
-        description="ranks, of the shards · cp · tp of a replica, over which the experts of a mixture lie apart (expert "
-        "parallel)",
+        description="ranks, of the shards · cp · tp of a replica, over which the experts of a mixture lie apart "
+        "(expert parallel)",
     )
     sp: bool = Field(True, description="with tp, rows between the parts of a layer lie apart, too (sequence parallel)")
     overlap: bool = Field(
@@ -44,26 +44,27 @@ class MeshConfig(SettingsTable):
 
     cp_attention: Literal["all_gather", "ring"] = Field(
         "all_gather",
-        description="with cp, keys and values of shared tokens are gathered in each layer, or go round a ring of the ranks, "
-        "each of which holds two blocks of them at a time (ring attention); not yet run on GPUs",
+        description="with cp, keys and values of shared tokens are gathered in each layer, or go round a ring of the "
+        "ranks, each of which holds two blocks of them at a time (ring attention); not yet run on GPUs",
     )
     layers: Literal["transformers", "megatron"] = Field(
         "transformers",
-        description="whose code computes the trainer's layers: that of transformers, as in the engine, or Megatron-Core's, "
-        "with joined products and its own tensor parallel; parameters, gradient and checkpoints stay what they are",
+        description="whose code computes the trainer's layers: that of transformers, as in the engine, or "
+        "Megatron-Core's, with joined products and its own tensor parallel; parameters, "
+        "gradient and checkpoints stay what they are",
     )
     prefetch: Annotated[int, Field(ge=0, le=64)] = Field(
         0, description="layers whose weights are gathered while the ones before them compute"
     )
     reduce: Literal["micro_batch", "update"] = Field(
         "micro_batch",
-        description="gradients are summed over the ranks after each micro-batch, or once an update: less traffic, and 4 "
-        "bytes of each weight on every rank",
+        description="gradients are summed over the ranks after each micro-batch, or once an update: less traffic, and "
+        "4 bytes of each weight on every rank",
     )
     reshard: Literal["layer", "update"] = Field(
         "layer",
-        description="gathered weights are let go after each layer, or kept until the end of an update: less traffic, and "
-        "the whole model on every rank",
+        description="gathered weights are let go after each layer, or kept until the end of an update: less traffic, "
+        "and the whole model on every rank",
     )
 
     def to_mesh(self, ranks: int) -> Mesh:
@@ -99,22 +100,23 @@ class EnginesConfig(SettingsTable):
     count: Annotated[int, Field(ge=1, le=4096)] = Field(1, description="how many")
     tp: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="processes of each, which share every matrix (tensor parallel): for models that one device does not "
-        "hold, or not fast enough; the built-in engine's, on one machine",
+        description="processes of each, which share every matrix (tensor parallel): for models that one device does "
+        "not hold, or not fast enough; the built-in engine's, on one machine",
     )
     ep: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="as many as tp, or as dp: experts of a mixture are not cut, each lies whole on one of these processes "
-        "(expert parallel)",
+        description="as many as tp, or as dp: experts of a mixture are not cut, each lies whole on one of these "
+        "processes (expert parallel)",
     )
     dp: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="processes of each that have requests and a cache of their own and share nothing but the experts of a "
-        "mixture (data parallel attention); ep as many, not with tp",
+        description="processes of each that have requests and a cache of their own and share nothing but the experts "
+        "of a mixture (data parallel attention); ep as many, not with tp",
     )
     prefill: bool = Field(
         False,
-        description="each has a second process, which computes prompts while the first one decodes; on a CPU, not with tp",
+        description="each has a second process, which computes prompts while the first one decodes; on a CPU, "
+        "not with tp",
     )
     encoders: Annotated[int, Field(ge=0, le=1)] = Field(
         0,
@@ -126,19 +128,22 @@ class EnginesConfig(SettingsTable):
 class PlaceConfig(ConfigSection):
     kind: Literal["shared", "split"] = Field(
         "shared",
-        description="engine and trainer take turns on one device, or on as many as there are ranks; or devices of their own",
+        description="engine and trainer take turns on one device, or on as many as there are ranks; "
+        "or devices of their own",
     )
     cluster: str = Field(
         "auto",
-        description='where they run: "local" in this process, "process" in processes of their own, "torchrun" in the ranks '
-        'that it started, "ray" as actors of a Ray that the run starts, "ray:ADDRESS" of one that runs ("ray:auto", '
-        '"ray:host:6379", "ray://host:10001"); "auto": local if shared, process if split',
+        description='where they run: "local" in this process, "process" in processes of their own, "torchrun" in the '
+        'ranks that it started, "ray" as actors of a Ray that the run starts, '
+        '"ray:ADDRESS" of one that runs ("ray:auto", "ray:host:6379", "ray://host:10001"); "auto": '
+        "local if shared, process if split",
     )
     engines: Annotated[Annotated[int, Field(ge=1, le=4096)], Tag("int")] | Annotated[EnginesConfig, Tag("[table]")] = (
         Field(
             1,
             discriminator=Discriminator(lambda given: "[table]" if isinstance(given, (dict, EnginesConfig)) else "int"),
-            description="engines of a split run: how many, or `{ count = 2, tp = 2 }` for engines of several processes each",
+            description="engines of a split run: how many, or `{ count = 2, "
+            "tp = 2 }` for engines of several processes each",
         )
     )
     ranks: int = Field(
@@ -234,7 +239,8 @@ class PlaceConfig(ConfigSection):
         several = engines if isinstance(engines, int) else each["count"]
         if shared and several > 1:
             raise ValueError(
-                f'engines = {several} with kind = "shared": there is one engine a rank; leave it out, or use kind = "split"'
+                f'engines = {several} with kind = "shared": there is one engine a rank; leave it out, '
+                'or use kind = "split"'
             )
         sizes = _sizes(
             *(each.get(key, none) for key, none in (("tp", 1), ("dp", 1), ("prefill", False), ("encoders", 0)))
@@ -244,8 +250,8 @@ class PlaceConfig(ConfigSection):
             raise ValueError(f"engines: {' with '.join(apart)} is not supported; leave one of them out")
         if (dp := each.get("dp", 1)) > 1 and each["ep"] != dp:
             raise ValueError(
-                f"engines: dp = {dp} with ep = {each['ep']}: processes with requests of their own share the experts of a "
-                f"mixture; set ep = {dp}, or use engines = {{ count = {dp} }} for engines that share nothing"
+                f"engines: dp = {dp} with ep = {each['ep']}: processes with requests of their own share the experts of "
+                f"a mixture; set ep = {dp}, or use engines = {{ count = {dp} }} for engines that share nothing"
             )
         if dp == 1 and each.get("ep", 1) not in (1, each.get("tp", 1)):
             raise ValueError(

@@ -64,8 +64,8 @@ MOVED_KEYS = {  # a key of earlier versions -> what says it now
     "task.eval.max_tokens": "task.eval.sampling = { max_tokens = ... }",
     "run.metrics_port": 'run.sinks = [{ kind = "prometheus", port = ... }]',
     "run.traces": 'run.sinks = [{ kind = "opentelemetry", url = ... }]',
-    "model.adapter.dropout": "nothing: with dropout the trainer could not recompute what the engine drew from, so it is "
-    "always 0. Use algo.kl or a lower rank against overfitting",
+    "model.adapter.dropout": "nothing: with dropout the trainer could not recompute what the engine drew from, so it "
+    "is always 0. Use algo.kl or a lower rank against overfitting",
     "model.tower": "model.vision = { tower = ... }",
     "model.image_tokens": "model.vision = { image_tokens = ... }",
     "trainer.warmup_steps": "trainer.optimizer = { warmup_steps = ... }",

@@ -14,8 +14,8 @@ class CheckpointConfig(SettingsTable):
     keep: int = Field(2, ge=1, description="how many stay")
     best: str = Field(
         "",
-        description='beside those, keep the one whose held-out metric is highest: "eval/score", "eval/aime/pass@8"; it is '
-        "written as soon as an evaluation is better than all before",
+        description='beside those, keep the one whose held-out metric is highest: "eval/score", "eval/aime/pass@8"; it '
+        "is written as soon as an evaluation is better than all before",
     )
 
 

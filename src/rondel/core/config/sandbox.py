@@ -1,4 +1,5 @@
-"""`sandbox = { kind = ..., ... }` of task.env and task.reward: where code of the policy runs, by the kind of substrate."""
+"""`sandbox = { kind = ..., ... }` of task.env and task.reward: where code of the policy runs,
+by the kind of substrate."""
 
 from __future__ import annotations
 

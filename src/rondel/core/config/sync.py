@@ -14,8 +14,8 @@ class SyncConfig(ConfigSection):
     kind: str = Field(
         "auto",
         description="how weights reach the engines: auto, tensor, ipc, disk, distributed, delta, or a transport of "
-        'yours as "module:name"; "auto" is tensor in one process, where nothing is copied; between processes the fastest '
-        "by measurement, and another one after a fault; see docs/sync.md",
+        'yours as "module:name"; "auto" is tensor in one process, where nothing is copied; between processes the '
+        "fastest by measurement, and another one after a fault; see docs/sync.md",
     )
     probe: bool = Field(True, description="score a fixed prompt on both sides after every update")
 

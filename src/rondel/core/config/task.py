@@ -36,8 +36,8 @@ class EvaluationConfig(SettingsTable):
     pass_reward: float = Field(1.0, description="an answer is right, for pass@k and majority@k, from this reward on")
     sets: dict[str, dict[str, Any]] = Field(
         {},
-        description='more sets beside what task.data holds out: { aime = { kind = "jsonl", path = "aime.jsonl" } }, each '
-        "a table like task.data",
+        description='more sets beside what task.data holds out: { aime = { kind = "jsonl", path = "aime.jsonl" } }, '
+        "each a table like task.data",
     )
 
     @field_validator("sets")

@@ -28,8 +28,8 @@ class OptimizerConfig(SettingsTable):
 
     kind: Literal["adamw", "adamw_8bit", "muon"] = Field(
         "adamw",
-        description="adamw; adamw_8bit: its moments in 8 bits, 2 bytes of a number in place of 8 (arXiv:2110.02861); muon: "
-        "matrices of the layers move orthogonally, at AdamW's rate (arXiv:2502.16982), the rest by AdamW",
+        description="adamw; adamw_8bit: its moments in 8 bits, 2 bytes of a number in place of 8 (arXiv:2110.02861); "
+        "muon: matrices of the layers move orthogonally, at AdamW's rate (arXiv:2502.16982), the rest by AdamW",
     )
     warmup_steps: int = Field(0, ge=0, description="steps in which the learning rate rises to lr")
     weight_decay: float = Field(0.0, ge=0, description="on matrices only")
@@ -46,13 +46,13 @@ class MemoryConfig(SettingsTable):
     )
     activations: Literal["device", "host", "disk"] = Field(
         "device",
-        description='where the inputs of layers wait for the backward pass under recompute = "layers": on the device, in '
-        "host memory beside a GPU, or in a file in the folder of the run",
+        description='where the inputs of layers wait for the backward pass under recompute = "layers": on the device, '
+        "in host memory beside a GPU, or in a file in the folder of the run",
     )
     optimizer: Literal["device", "host"] = Field(
         "device",
-        description="where masters, gradients and moments lie and the step is taken: on the GPU, or in host memory by the "
-        "CPU (arXiv:2101.06840); 2 bytes of a number stay on the GPU in bfloat16, and gradients and weights travel",
+        description="where masters, gradients and moments lie and the step is taken: on the GPU, or in host memory by "
+        "the CPU (arXiv:2101.06840); 2 bytes of a number stay on the GPU in bfloat16, and gradients and weights travel",
     )
     offload: bool = Field(
         False,
@@ -63,8 +63,8 @@ class MemoryConfig(SettingsTable):
 
     teachers: Literal["all", "one"] = Field(
         "all",
-        description="teachers with a path that lie in memory: all of them, or one at a time, which is read from its files "
-        "for its own pass in every step",
+        description="teachers with a path that lie in memory: all of them, or one at a time, which is read from its "
+        "files for its own pass in every step",
     )
 
     @model_validator(mode="after")
@@ -121,8 +121,8 @@ class TrainerConfig(ConfigSection):
             discriminator=Discriminator(
                 lambda given: "[table]" if isinstance(given, (dict, StaticShapesConfig)) else "int"
             ),
-            description="tokens in one forward and backward pass; speed and memory, never the result; or the table of a few "
-            'fixed shapes, `{ buckets = "auto" }`',
+            description="tokens in one forward and backward pass; speed and memory, never the result; or the table of "
+            'a few fixed shapes, `{ buckets = "auto" }`',
         )
     )
     routing_replay: bool | Literal["auto"] = Field(

@@ -16,8 +16,8 @@ from rondel.core.types import Completion, Request, TokenScores
 
 
 class AdapterPolicyEngine:
-    """`AdapterPolicyEngine(engine, {"policy": "policy", "critic": "critic", "rival": ""}, trained=["policy", "critic"])`:
-    the adapter that each policy is, "" for the base. All that is not a request is the engine's own.
+    """`AdapterPolicyEngine(engine, {"policy": "policy", "critic": "critic", "rival": ""}, trained=["policy",
+    "critic"])`: the adapter that each policy is, "" for the base. All that is not a request is the engine's own.
     """
 
     def __init__(self, engine: Any, adapters: Mapping[str, str], *, trained: list[str]) -> None:

@@ -52,7 +52,8 @@ AGAIN = 0.5  # seconds after which an interruption is repeated: a request may ha
 
 @dataclass(slots=True)
 class DrawnTokens:
-    """What the server drew at once, behind P tokens. `version` is the one that it says it drew with; None if it says nothing."""
+    """What the server drew at once, behind P tokens. `version` is the one that it says it drew with;
+    None if it says nothing."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -71,7 +72,8 @@ class ServerDriver(Protocol):
     blind  why it is sent no images; "" where it sees them
 
     One that can has `async def take_broadcast(self, group, manifest)`, too: join the trainer's group and load what it
-    broadcasts (sync/to_servers.py). And `experts`, which is set to how it tells routed experts where these are replayed.
+    broadcasts (sync/to_servers.py). And `experts`, which is set to how it tells routed experts where these are
+    replayed.
     """
 
     name: str

@@ -86,8 +86,8 @@ class Engine:
             if loaded.blocks is not None:
                 if compile or speculation is not None:
                     raise UserError(
-                        f"compile and speculative are of models that write token after token, and '{loaded.name}' fills "
-                        "in blocks of masks: leave them out"
+                        f"compile and speculative are of models that write token after token, and '{loaded.name}' "
+                        "fills in blocks of masks: leave them out"
                     )
                 found = find_registered("engine", BLOCK_ENGINE, {})
                 self._engine: Any = found(loaded, run=self._run_on_device, max_running=max_running)

@@ -1,7 +1,9 @@
-"""Which replica has computed which beginnings of prompts, so that the next turn of an episode goes where the last one lies.
+"""Which replica has computed which beginnings of prompts, so that the next turn of an episode goes where
+the last one lies.
 
-A prompt is known by its blocks of 64 tokens: the hash of a block is taken with that of the block before it. Behind 4,096 tokens
-a block has 1/64 of what is before it, so that a million tokens are some 400 blocks and a few milliseconds of the event loop.
+A prompt is known by its blocks of 64 tokens: the hash of a block is taken with that of the block before it. Behind
+4,096 tokens a block has 1/64 of what is before it, so that a million tokens are some 400 blocks
+and a few milliseconds of the event loop.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ class RequestQueue:
                 mine.place.set_result(replica)
 
     def _choose_replica(self, mine: QueuedRequest) -> EngineReplica | None:
-        """That of its group; of a group without one, the replica that knows most of its prompt for what it has to do."""
+        """That of its group; of a group without one, the replica that knows most
+        of its prompt for what it has to do."""
         able = [r for r in self.fleet.healthy if not r.leaving and r.load < self._cap()]
         if not able:
             return None

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 async def generate_until_done(
     generate: Callable[[Request], Awaitable[Completion]], request: Request, begun: Completion | None = None
 ) -> Completion:
-    """Ask until it ends by itself: every piece keeps its tokens, logprobs, versions, routes, support and likeliest tokens.
+    """Ask until it ends by itself: every piece keeps its tokens, logprobs, versions, routes,
+    support and likeliest tokens.
 
     begun    its first piece, where that is known
     """

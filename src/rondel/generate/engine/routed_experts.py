@@ -58,13 +58,13 @@ class RoutedExperts:
         each, odd = divmod(len(rows), max(1, tokens - 1) * self.depth)
         if odd or not each:
             raise EngineError(
-                f"{where}: routed_experts has {len(rows)} numbers, which are not as many for each of {tokens - 1} tokens "
-                f"and {self.depth} layers: does it serve another model, or tell a part of them?"
+                f"{where}: routed_experts has {len(rows)} numbers, which are not as many for each of {tokens - 1} "
+                f"tokens and {self.depth} layers: does it serve another model, or tell a part of them?"
             )
         routes = rows.reshape(-1, self.depth, each)[:, self.layers]
         if len(routes) and not 0 <= routes.min() <= routes.max() < self.experts:
             raise EngineError(
-                f"{where}: routed_experts names expert {routes.max() if routes.min() >= 0 else routes.min()}, and a layer "
-                f"has {self.experts}"
+                f"{where}: routed_experts names expert {routes.max() if routes.min() >= 0 else routes.min()}, and a "
+                f"layer has {self.experts}"
             )
         return routes.astype(np.uint16)

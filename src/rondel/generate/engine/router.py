@@ -4,8 +4,8 @@
                  no group: who knows most of its prompt, 64 tokens less for each request that it has
                  all full: wait, first come first served                replica dies: elsewhere, before those that wait
 
-A group's requests go where its prompt lies already, and the next turn of an episode where the last one does. A request that is sent again keeps
-its key, so that under the same weights it draws the same tokens. What changes weights,
+A group's requests go where its prompt lies already, and the next turn of an episode where the last one does. A request
+that is sent again keeps its key, so that under the same weights it draws the same tokens. What changes weights,
 memory or pauses goes to all; whoever is
 lost on the way is named and left behind. One that can be started again is, whatever found out that it ended;
 requests wait for it where no other replica is left.
@@ -173,9 +173,9 @@ class EngineRouter:
     async def add_engine(
         self, name: str, engine: RolloutEngine, bring: Callable[[RolloutEngine], Awaitable[int]]
     ) -> None:
-        """`bring` gives it the weights that serve, and says which; it is admitted between updates, at the version of all
-        others, or at the one that they get next where only the trainer's own weights could be brought. Where there are
-        no others it says which version serves: they may all have ended between a commit and the end of its update.
+        """`bring` gives it the weights that serve, and says which; it is admitted between updates, at the version of
+        all others, or at the one that they get next where only the trainer's own weights could be brought. Where there
+        are no others it says which version serves: they may all have ended between a commit and the end of its update.
         """
         if name in self.replicas:
             raise EngineError(f"there is a replica '{name}' already; give the new one another name")
@@ -214,8 +214,8 @@ class EngineRouter:
     async def remove_engine(
         self, name: str, patience: float = 0.0, between: AbstractAsyncContextManager[None] | None = None
     ) -> RolloutEngine:
-        """It gets nothing new; what it has not ended after `patience` seconds is sent elsewhere. `between`: what it waits
-        for then, and leaves inside. -> the engine, with nothing to do.
+        """It gets nothing new; what it has not ended after `patience` seconds is sent elsewhere. `between`: what it
+        waits for then, and leaves inside. -> the engine, with nothing to do.
         """
         await self.fleet.cancel_return(name)
         replica = self.replicas[name]

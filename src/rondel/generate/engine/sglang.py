@@ -57,8 +57,8 @@ class SglangServer:
             drawn.experts = self.experts.decode(told, len(tokens) + len(drawn.tokens), f"{self.link.url}/generate")
         elif drawn.finish != "abort":
             raise EngineError(
-                f"{self.link.url}/generate tells no routed experts, and the trainer is to send tokens where the engine sent "
-                "them: start the server with --enable-return-routed-experts, or set trainer.routing_replay = false"
+                f"{self.link.url}/generate tells no routed experts, and the trainer is to send tokens where the engine "
+                "sent them: start the server with --enable-return-routed-experts, or set trainer.routing_replay = false"
             )
         return drawn
 

@@ -24,8 +24,8 @@ FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": 
 PROCESSED = "processed_logprobs"
 HEAD = "lm_head.weight"
 TIED_HEAD = (
-    f"vLLM on a CPU would go on with the old {HEAD} of a model whose head is tied to its embeddings: train a copy that was "
-    'saved with tie_word_embeddings = false, or use a GPU or engine.kind = "sglang"'
+    f"vLLM on a CPU would go on with the old {HEAD} of a model whose head is tied to its embeddings: train a copy that "
+    'was saved with tie_word_embeddings = false, or use a GPU or engine.kind = "sglang"'
 )
 WAIT = 300.0  # seconds that a worker waits for the trainer's group
 

@@ -58,8 +58,8 @@ def _with_steps(t: Trajectory, end: list[int], block: int, key: int) -> Trajecto
 def mask_blocks(answer: np.ndarray, block: int, key: int) -> UnmaskingSteps:
     """Of K tokens each block with n of its L tokens masked: n is uniform from 1 to L, and each choice of n as likely.
 
-    The sum of their weighted log-probabilities has the mean sum over all orders of a block of log p(its tokens one after
-    the other, in this order), which bounds log p of the block from below (arXiv:2502.09992, eq. 14).
+    The sum of their weighted log-probabilities has the mean sum over all orders of a block of log p(its tokens one
+    after the other, in this order), which bounds log p of the block from below (arXiv:2502.09992, eq. 14).
     """
     random = np.random.Generator(np.random.Philox(key=key % (1 << 128)))
     rows = np.full((len(answer), 1 + block), ABSENT, np.int32)

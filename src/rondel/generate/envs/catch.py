@@ -11,11 +11,12 @@ BALL, PADDLE, CELL = (250, 80, 60), (80, 200, 250), 28  # colours; pixels of a s
 
 
 class Catch(gymnasium.Env[np.ndarray, int]):
-    """`Catch(size=4)`: size² cells. A ball begins in any column of the upper row and a paddle in any of the lower one; with each
-    action (0 left, 1 stay, 2 right) the ball falls by a row. The last one pays 1 where the paddle has caught it.
+    """`Catch(size=4)`: size² cells. A ball begins in any column of the upper row and a paddle in any of the lower one;
+    with each action (0 left, 1 stay, 2 right) the ball falls by a row.
+    The last one pays 1 where the paddle has caught it.
 
-    A policy that does not look catches one ball in `size`; any ball can be caught. The observation is [row and column of
-    the ball, column of the paddle].
+    A policy that does not look catches one ball in `size`; any ball can be caught. The observation is [row and column
+    of the ball, column of the paddle].
     """
 
     action_space = gymnasium.spaces.Discrete(3)
@@ -46,8 +47,8 @@ class Catch(gymnasium.Env[np.ndarray, int]):
 
 
 class SmoothCatch(gymnasium.Env[np.ndarray, np.ndarray]):
-    """`SmoothCatch(size=4)`: Catch whose action is a number in [-1, 1], the columns by which the paddle moves; columns are
-    0 to size - 1. The last one pays 1 where the paddle is less than half a column away from the ball.
+    """`SmoothCatch(size=4)`: Catch whose action is a number in [-1, 1], the columns by which the paddle moves; columns
+    are 0 to size - 1. The last one pays 1 where the paddle is less than half a column away from the ball.
 
     A policy that does not look catches at most one ball in `size`, for no place of the paddle catches two; any ball can
     be caught. The observation is [row and column of the ball, column of the paddle].

@@ -240,7 +240,8 @@ class TokenChat:
         return done
 
     def find_drift(self) -> Drift | None:
-        """Where the template would write other tokens than those that the last reply answers, from the second reply on."""
+        """Where the template would write other tokens than those that the last reply answers,
+        from the second reply on."""
         return find_drift(self, split_sources) if self.turn > 1 else None
 
     def _close_trajectory(self) -> None:
@@ -266,8 +267,8 @@ class TokenChat:
         """Put words into the policy's mouth, for supervised phases: mask 1, logprob 0, then the tokenizer's end token.
 
         What does not fit into max_context is cut, with finish_reason "length", as it would be for the policy itself.
-        Control tokens that the text spells are text, or with split_special_tokens = False tokens. Of a policy that draws
-        points: `steps`, which are not cut, and no text.
+        Control tokens that the text spells are text, or with split_special_tokens = False tokens. Of a policy that
+        draws points: `steps`, which are not cut, and no text.
         """
         self._check_turn()
         text, special, end = valid_unicode(text), self.template.special, self.tokenizer.eos_token_id

@@ -3,12 +3,12 @@
 reset(seed) -> observation ──> engine ──> action ──> step(action) -> observation, reward, terminated, truncated
                      ^─────────────────────────────────────┘           one token of the trajectory for each action
 
-A policy may draw a chunk of actions at once, one token, which the world takes behind each other. What they earn is earned
-at that token.
+A policy may draw a chunk of actions at once, one token, which the world takes behind each other. What they earn is
+earned at that token.
 
-A world steps on the event loop: it takes microseconds there, and a thread for each step would take longer than the step.
-For one that is slow the verbs of all episodes run side by side: with `threads` where it lets other threads run meanwhile,
-with `processes` where it computes in Python.
+A world steps on the event loop: it takes microseconds there, and a thread for each step would take longer than the
+step. For one that is slow the verbs of all episodes run side by side: with `threads` where it lets other threads run
+meanwhile, with `processes` where it computes in Python.
 """
 
 from __future__ import annotations

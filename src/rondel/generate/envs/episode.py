@@ -50,10 +50,10 @@ class EpisodeState:
              "branch"  what is rendered anew begins another trajectory, which shares the score of the episode
              "refuse"  the episode is a fault of its environment, which names the difference
 
-    `shots` are messages that stand before an agent's first ones, by its name. `commands` keeps what was run in sandboxes, for an episode that is played again after a crash. `chats` are the
-    conversations (TokenChat) in which the policy was asked. `drops`: an episode whose budget is used up has no score.
-    `watcher` hears of the policy's turns while they are written. `is_measured`: by an evaluation, or as a baseline; it is
-    not trained.
+    `shots` are messages that stand before an agent's first ones, by its name. `commands` keeps what was run in
+    sandboxes, for an episode that is played again after a crash. `chats` are the conversations (TokenChat) in which the
+    policy was asked. `drops`: an episode whose budget is used up has no score. `watcher` hears of the policy's turns
+    while they are written. `is_measured`: by an evaluation, or as a baseline; it is not trained.
     """
 
     budget: EpisodeBudget | None = None
@@ -235,4 +235,7 @@ def refuse_without_support(trajectory: Trajectory, sampling: Sampling) -> None:
 
 
 def _recording_hint() -> str:
-    return f"at most {WIDEST} are recorded for the trainer. Set engine.sampling.top_k = {WIDEST // 2}, or top_k = 0 and top_p = 1 for the whole vocabulary"
+    return (
+        f"at most {WIDEST} are recorded for the trainer. Set engine.sampling.top_k = {WIDEST // 2}, or top_k = 0 "
+        "and top_p = 1 for the whole vocabulary"
+    )

@@ -104,8 +104,8 @@ class DemonstratedControl(Control):
 
 
 def matching_chain(chunk: np.ndarray, steps: int, key: int, t: int) -> np.ndarray:
-    """[D], K -> [(K + 1)·D]: x_k = (1 - sigma_k)·chunk + sigma_k·noise at the noise levels of K denoising steps, from the
-    noise of step t of `key` straight to the chunk."""
+    """[D], K -> [(K + 1)·D]: x_k = (1 - sigma_k)·chunk + sigma_k·noise at the noise levels of K denoising steps, from
+    the noise of step t of `key` straight to the chunk."""
     generator = np.random.Generator(np.random.Philox(key=key % (1 << 128), counter=[0, 0, 0, t]))
     noise, sigma = generator.standard_normal(len(chunk)), np.linspace(1.0, 0.0, steps + 1)[:, None]
     return ((1 - sigma) * chunk + sigma * noise).reshape(-1)

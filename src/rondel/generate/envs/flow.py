@@ -1,4 +1,5 @@
-"""A policy that draws points: one prompt, one chain of denoising steps. Its demonstrations are steps of flow matching."""
+"""A policy that draws points: one prompt, one chain of denoising steps.
+Its demonstrations are steps of flow matching."""
 
 from __future__ import annotations
 
@@ -80,8 +81,8 @@ def _points_of(name: str, args: str) -> dict[str, np.ndarray]:
 
 
 def matching_steps(data: np.ndarray, n: int, key: int) -> ContinuousSteps:
-    """n steps of flow matching on data points [N, D]: x = (1 - sigma)·x0 + sigma·noise, and what leads there, noise - x0.
-    sigma is uniform in [0, 1).
+    """n steps of flow matching on data points [N, D]: x = (1 - sigma)·x0 + sigma·noise, and what leads there, noise -
+    x0. sigma is uniform in [0, 1).
     """
     random = np.random.Generator(np.random.Philox(key=key % (1 << 128)))
     x0 = data[random.integers(len(data), size=n)]

@@ -11,8 +11,8 @@ from rondel.generate.envs.worlds import WorldSpaces, call_world, open_world
 
 
 class FrameWorld:
-    """A world under the same verbs whose observation is a picture [h, w, 3] uint8 of at most `pixels` a side. The world's
-    own observation stands in `observation`, for a scripted controller.
+    """A world under the same verbs whose observation is a picture [h, w, 3] uint8 of at most `pixels` a side. The
+    world's own observation stands in `observation`, for a scripted controller.
     """
 
     def __init__(self, world: Any, pixels: int) -> None:

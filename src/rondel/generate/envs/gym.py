@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rondel.core.errors import EnvError
-from rondel.core.protocols import Chat
+from rondel.core.protocols import Chat, Messages
 from rondel.core.types import Score, Task, Trajectory
 from rondel.generate.envs.tools import on_a_thread
 from rondel.generate.envs.worlds import world_factory
@@ -48,7 +48,7 @@ class Gym:
         try:
             seen, _ = await self._call_environment(name, world.reset, seed=task.data["seed"])
             for left in reversed(range(self.turns)):
-                said = [] if earned or self.system is None else [{"role": "system", "content": self.system}]
+                said: Messages = [] if earned or self.system is None else [{"role": "system", "content": self.system}]
                 chat.give([*said, {"role": "user", "content": self._content(seen)}])
                 done = await chat.reply()
                 if not done.tokens:  # no room for an action

@@ -58,8 +58,8 @@ class Imagination:
         return [observed, *(trajectory for pair in made for trajectory in pair)]
 
     async def _observe(self, played: SteppedEpisode, chat: Any, spaces: WorldSpaces) -> tuple[Trajectory, float]:
-        """-> what the world did, with the model's density of each step, and the error after the last predicted step that the
-        episode is long enough for."""
+        """-> what the world did, with the model's density of each step, and the error after the last predicted step
+        that the episode is long enough for."""
         after = np.concatenate([played.x[1:], np.asarray(played.last)[None]])
         ends = np.zeros(len(played))
         ends[-1] = played.ended == "ended"

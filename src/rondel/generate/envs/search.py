@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from rondel.core.errors import DataError
-from rondel.core.protocols import Chat
+from rondel.core.protocols import AskedCall, Chat
 from rondel.core.types import Completion, Task
 from rondel.generate.calls import HERMES, ToolCall
 from rondel.generate.corpus.store import Corpus
@@ -53,8 +54,8 @@ class Search(Tools):
         """
         if missing := [name for name in ("queries", "passages", "answer") if not task.data.get(name)]:
             raise DataError(
-                f"{task.id} has no {', '.join(missing)}, which gold replies are written from: tasks of task.data.kind = "
-                '"search_questions" have them'
+                f"{task.id} has no {', '.join(missing)}, which gold replies are written from: tasks of task.data.kind "
+                '= "search_questions" have them'
             )
         queries, passage, answer = task.data["queries"], task.data["passages"][0], str(task.data["answer"])
         calls = [self._write_call("search", query, query=query) for query in queries]
@@ -69,12 +70,12 @@ class Search(Tools):
             return f"{name}: {rest}"
         return f"{HERMES.opens}{json.dumps({'name': name, 'arguments': arguments})}{HERMES.closes}"
 
-    async def _read_calls(self, done: Completion, chat: Chat) -> list[ToolCall]:
+    async def _read_calls(self, done: Completion, chat: Chat) -> Sequence[AskedCall]:
         if not self.lines:
             return await super()._read_calls(done, chat)
         return [read_line_call(name, rest) for name, rest in LINE.findall(done.text or "")]
 
-    def _visible_result(self, call: ToolCall, result: Any, tools: dict[str, Tool], chat: Chat) -> Any:
+    def _visible_result(self, call: AskedCall, result: Any, tools: dict[str, Tool], chat: Chat) -> Any:
         """Cut to output_tokens of the policy's tokenizer."""
         text, tokenizer = super()._visible_result(call, result, tools, chat), getattr(chat, "tokenizer", None)
         if not isinstance(text, str) or tokenizer is None:

@@ -29,8 +29,8 @@ def sent_messages(turns: Sequence[SentTurn], template: Template, *, tools: bool)
 
 
 class AnotherRendering(NamedTuple):
-    """Where a conversation differs from what its template writes now: that, as tokens with one placeholder an image, and
-    the images in order.
+    """Where a conversation differs from what its template writes now: that, as tokens with one placeholder an image,
+    and the images in order.
     """
 
     drift: Drift

@@ -112,8 +112,8 @@ def load_taskset(name: str, args: str) -> tuple[Any, list[Any], str]:
     mine = [role for role, spec in agent_config_fields(config).items() if spec.client is None]
     if len(mine) != 1:
         raise ConfigError(
-            f"task.data.name = '{name}': its roles {', '.join(mine)} would all ask the policy, and one is trained here: "
-            f"give the others a client of "
+            f"task.data.name = '{name}': its roles {', '.join(mine)} would all ask the policy, and one is trained "
+            f"here: give the others a client of "
             "their own, args = { ROLE = { client = { base_url = ... } } }"
         )
     return config, tasks, mine[0]

@@ -43,7 +43,8 @@ class TokenWorlds:
         bounds = [side for side in (spaces.low, spaces.high) if side is not None]
         if not all(np.isfinite(side).all() for side in bounds):
             raise ConfigError(
-                f"the world '{name}' has actions without bounds, which no bins can cut: wrap it with bounds (gymnasium's "
+                f"the world '{name}' has actions without bounds, which no bins can cut: "
+                "wrap it with bounds (gymnasium's "
                 'RescaleAction), or take task.env.actions = "arrays"'
             )
         return TokenWorld(name, world, spaces, self)
@@ -81,7 +82,8 @@ class TokenWorld:
         return chosen.astype(np.float32)
 
     def write(self, action: Any) -> str:
-        """How an action is written, the inverse of `read` up to the width of a bin: numbers [A], or the number of one."""
+        """How an action is written, the inverse of `read` up to the width of a bin: numbers [A],
+        or the number of one."""
         spaces = self.spaces
         if spaces.discrete:
             return str(int(action))

@@ -18,7 +18,7 @@ import inspect
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import cached_property
@@ -29,10 +29,9 @@ from pydantic import ConfigDict, ValidationError, create_model
 from rondel.core.clocks import now
 from rondel.core.errors import BoxError, ConfigError, EnvError, SandboxError, error_text
 from rondel.core.media import message_text
-from rondel.core.protocols import Chat
+from rondel.core.protocols import AskedCall, Chat
 from rondel.core.sandbox_types import BoxFileError
 from rondel.core.types import Completion, Task, Trajectory
-from rondel.generate.calls import ToolCall
 from rondel.generate.envs.single_turn import opening_messages
 from rondel.generate.pictures import tool_image_parts
 from rondel.generate.template import Messages, Schemas
@@ -184,7 +183,7 @@ class Tools:
             await self._add_box_usage(tools, chat.trajectory)
         return chat.trajectory
 
-    async def _read_calls(self, done: Completion, chat: Chat) -> list[ToolCall]:
+    async def _read_calls(self, done: Completion, chat: Chat) -> Sequence[AskedCall]:
         """The calls of one reply, as the template writes them."""
         return await chat.calls(done)
 
@@ -196,7 +195,7 @@ class Tools:
                 before = of.timings.get(name, 0.0)
                 of.timings[name] = max(before, value) if name == "box_peak" else before + value
 
-    async def _carry_out_all(self, calls: list[ToolCall], tools: dict[str, Tool], chat: Chat) -> list[Any]:
+    async def _carry_out_all(self, calls: Sequence[AskedCall], tools: dict[str, Tool], chat: Chat) -> list[Any]:
         """The calls of one reply side by side; those of one working folder one after the other, and each is logged
         before anyone reads what came of it."""
         lanes: dict[int, list[int]] = {}
@@ -230,19 +229,19 @@ class Tools:
                 ends.callback(made[-1].close)
         return _tools_by_name([*self.shared.values(), *(tool for one in made for tool in resolve_tools(one))])
 
-    def _visible_result(self, call: ToolCall, result: Any, tools: dict[str, Tool], chat: Chat) -> Any:
+    def _visible_result(self, call: AskedCall, result: Any, tools: dict[str, Tool], chat: Chat) -> Any:
         """A server's images are told by name to a policy that reads text alone: nobody could have left them out."""
         blind = getattr(chat, "sight", None) is None
         return message_text(result) if blind and call.name in tools and tools[call.name].foreign else result
 
-    async def _call_timed(self, call: ToolCall, tools: dict[str, Tool], chat: Chat) -> str | list[dict[str, Any]]:
+    async def _call_timed(self, call: AskedCall, tools: dict[str, Tool], chat: Chat) -> str | list[dict[str, Any]]:
         began, budget = now(), getattr(getattr(chat, "episode", None), "budget", None)
         result = await self.carry_out(call, tools, None if budget is None else budget.seconds_left())
         chat.trajectory.laps.append((call.name or "?", began, now() - began, 0, 0))
         return result
 
     async def carry_out(
-        self, call: ToolCall, tools: dict[str, Tool] | None = None, left: float | None = None
+        self, call: AskedCall, tools: dict[str, Tool] | None = None, left: float | None = None
     ) -> str | list[dict[str, Any]]:
         """-> what the policy reads: a text, or parts with images where it returned a PIL image,
         an array of pixels, or a list with one. `left`: seconds of the episode, after which the call is ended.

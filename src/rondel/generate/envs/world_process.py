@@ -1,4 +1,5 @@
-"""A process that steps worlds, one verb after the other, for those that compute in Python and let no thread run meanwhile."""
+"""A process that steps worlds, one verb after the other, for those that compute in Python
+and let no thread run meanwhile."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 episodes ── reset, take ──> WorldProcess ── pickled over a socket pair ──> serve_worlds: its worlds, one verb after the other
 
-A process is one of this program's own, which runs the worlds of the recipe as this process would; its answers are trusted.
+A process is one of this program's own, which runs the worlds of the recipe as this process would;
+its answers are trusted.
 """
 
 from __future__ import annotations
@@ -115,9 +116,9 @@ class WorldProcess:
         code = self.process.returncode
         how = "ended" if code is None else f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         self.ended = EnvError(
-            f"the process {self.process.pid} that stepped worlds has ended, {how}, and its episodes with it; later ones "
-            "get another process. If this goes on, the machine may be out of memory, or a world may end its process: set "
-            "task.env.processes lower, or 0 to see what the world says"
+            f"the process {self.process.pid} that stepped worlds has ended, {how}, and its episodes with it; later "
+            "ones get another process. If this goes on, the machine may be out of memory, or a world may end its "
+            "process: set task.env.processes lower, or 0 to see what the world says"
         )
         for number in list(self.waiting):
             self._settle(number, None, EnvError(str(self.ended)))

@@ -109,7 +109,8 @@ class WorldSpaces:
         return 1 if self.discrete else self.actions
 
     def taken(self, drawn: np.ndarray) -> np.ndarray:
-        """What the world takes of it, [1 or A] float32: the number of the action, counted from 0, or numbers in bounds."""
+        """What the world takes of it, [1 or A] float32: the number of the action, counted from 0,
+        or numbers in bounds."""
         return drawn if self.discrete else np.clip(drawn, self.low, self.high)
 
 

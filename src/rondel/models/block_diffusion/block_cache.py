@@ -140,7 +140,8 @@ class CachedLayout:
     def __init__(
         self, packed: Any, held: Sequence[CachedSegment], fresh: Sequence[tuple[slice, CachedSegment]]
     ) -> None:
-        """`held`: the cached ones, in order. `fresh`: those of the row that are cached behind its pass, by their places."""
+        """`held`: the cached ones, in order. `fresh`: those of the row that are cached behind its pass,
+        by their places."""
         self.packed, self.held, self.fresh = packed, held, fresh
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:

@@ -1,4 +1,5 @@
-"""Answers in blocks, packed for one pass: every state in which a token was drawn stands once, behind what was whole then.
+"""Answers in blocks, packed for one pass: every state in which a token was drawn stands once,
+behind what was whole then.
 
     prompt ──> block 0 ──> block 1 ─ ─ >        whole blocks, each seen by what stands behind it
        │          └── states of block 1         tokens that were known then, masks elsewhere

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def score_prompt(loaded: LoadedModel, tokens: Sequence[int]) -> list[float]:
-    """Log-probabilities of tokens in blocks behind the first one, each block masked as a whole; 0 for the first token."""
+    """Log-probabilities of tokens in blocks behind the first one, each block masked as a whole;
+    0 for the first token."""
     assert loaded.blocks is not None
     ids, size = np.asarray(tokens, np.int32), loaded.blocks.block
     if len(ids) < 2:

@@ -4,13 +4,15 @@ M chunks · K denoising steps · H actions of A numbers · D = H·A
 
 A chunk is drawn in K Gaussian steps, x_0 noise, x_K the chunk (models/flow/transition.py):
 
-    log p(chunk | observation) = 1/K · sum_k sum_D log N(x_k; scale_x·x_(k-1) + scale_v·v(x_(k-1), sigma_k | observation), std_k²)
+    log p(chunk | observation) = 1/K · sum_k sum_D log N(x_k; scale_x·x_(k-1) + scale_v·v_k, std_k²),
+    v_k = v(x_(k-1), sigma_k | observation)
 
 the joint density of its denoising steps, averaged over them and added up over the numbers of all its actions: the
 `joint_logprob` and `chunk_level` of RLinf, arXiv:2510.25889 (pi_RL). That of x_0 no weight moves: it is left out.
 
-Without noise, std_k = 0, a chain is not drawn at random, and one that a demonstration wrote is a straight line from noise
-to its chunk. Its density is that of flow matching (arXiv:2210.02747), with the step's length |scale_v| in place of std_k:
+Without noise, std_k = 0, a chain is not drawn at random, and one that a demonstration wrote is a straight line from
+noise to its chunk. Its density is that of flow matching (arXiv:2210.02747), with the step's length |scale_v| in place
+of std_k:
 
     log N(x_k; x_(k-1) + scale_v·v, scale_v²) = -½·(v - (noise - chunk))² and a constant
 """
@@ -62,7 +64,8 @@ class ChunkHead(ControlHead):
         return (plain[:, 0], *scales, heat * noisy[:, 3])  # type: ignore[return-value]
 
     def evaluate_steps(self, steps: PackedSteps, *, temperature: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-        """In the dtype of the module. The entropy is that of the noise alone, averaged and added up as the density is."""
+        """In the dtype of the module. The entropy is that of the noise alone,
+        averaged and added up as the density is."""
         rows = steps.rows
         if rows.shape[1] != self.observed + self.dim:
             raise ValueError(

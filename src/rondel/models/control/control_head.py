@@ -47,7 +47,8 @@ class ControlHead(StepHead):
 
     @property
     def chunk(self) -> tuple[int, int]:
-        """(H, n): the last H·n numbers of a step are H actions of n numbers, which the world takes behind each other."""
+        """(H, n): the last H·n numbers of a step are H actions of n numbers,
+        which the world takes behind each other."""
         return 1, self.dim
 
     def states(self, steps: PackedSteps) -> Tensor:

@@ -28,8 +28,9 @@ from rondel.models.packed_layout import PackedLayout
 
 
 class FlowVlaConfig(FlowPolicyConfig):
-    """num_hidden_layers: on the hidden state. backbone: the config of a vision-language model, as its config.json has it. frame: [h, w] pixels of a picture,
-    whole cells of the backbone's. image_mean, image_std: with which it reads pixels; unset is its family's.
+    """num_hidden_layers: on the hidden state. backbone: the config of a vision-language model, as its config.json has
+    it. frame: [h, w] pixels of a picture, whole cells of the backbone's. image_mean, image_std: with which it reads
+    pixels; unset is its family's.
     """
 
     model_type = FLOW_VLA
@@ -100,8 +101,8 @@ def _sight_of(config: FlowVlaConfig, backbone: Any) -> ImageProcessorConfig:
     frame, cell = config.frame or [0, 0], sight.token_pixels
     if not all(side > 0 and side % cell == 0 for side in frame):
         raise ModelError(
-            f"pictures of {frame[0]}·{frame[1]} pixels for a backbone with cells of {cell}·{cell}: take task.env.pixels, "
-            "or the patch_size of its vision_config, so that whole cells fill one"
+            f"pictures of {frame[0]}·{frame[1]} pixels for a backbone with cells of {cell}·{cell}: take "
+            "task.env.pixels, or the patch_size of its vision_config, so that whole cells fill one"
         )
     colours = {name: tuple(own) for name, own in (("mean", config.image_mean), ("std", config.image_std)) if own}
     return replace(sight, **colours)  # type: ignore[arg-type]

@@ -21,7 +21,8 @@ class MlpPolicyConfig(ObservationConfig):
 
 
 class MlpPolicy(ObservationMlp):
-    """Its linear layer gives logits [M, A], or the mean of a Gaussian [M, A], whose log_std [A] no observation moves."""
+    """Its linear layer gives logits [M, A], or the mean of a Gaussian [M, A],
+    whose log_std [A] no observation moves."""
 
     config_class = MlpPolicyConfig
     only_drawing = ("log_std",)

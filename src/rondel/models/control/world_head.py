@@ -133,10 +133,12 @@ class WorldHead(StepHead):
         end_error     mean square of the end less its probability where the world has come to (Brier), in units of its
                       variance: 1 is as good as to know how often it ends; nan where it did not
         coverage      share of numbers within the central 80 % of what a member predicts; 0.8 is calibrated
-        disagreement  root mean square deviation of the members' means from their mean, in units of the change's deviation
+        disagreement  root mean square deviation of the members' means from their mean, in units of the change's
+                      deviation
         error_j       each member predicts j steps from where the world was, with the actions that were
-                      taken; root mean square error in units of the standard deviation of what the world changed in j steps:
-                      1 is as good as to know the mean change. nan where an episode is too short, or nothing moved
+                      taken; root mean square error in units of the standard deviation of what the world changed in j
+                      steps: 1 is as good as to know the mean change. nan where an episode is too short, or
+                      nothing moved
         """
         size, given = self.size, torch.from_numpy(rows).to(self.weight.device)
         mean, log_std = self.predict(given[:, : self.observed])

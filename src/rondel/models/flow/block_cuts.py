@@ -5,8 +5,8 @@
                        ──► own rows of up     │           │ own columns of down ──► sum ──►
 
 What a rank does not share (modulation, embeddings, entry, exit, and the rows between the parts) it computes whole, and
-its gradient is the same on all of them. Each adds its share of the two biases behind a sum: their gradients are parts of
-a sum, too.
+its gradient is the same on all of them. Each adds its share of the two biases behind a sum: their gradients are parts
+of a sum, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from rondel.models.tensor_parallel import cut_part
 
 
 def cut_blocks(model: PatchTransformer, ranks: RankGroup) -> TensorCuts:
-    """Keep this rank's part of the whole model, in place. ModelError where heads, or the MLP, and ranks do not divide."""
+    """Keep this rank's part of the whole model, in place. ModelError where heads, or the MLP,
+    and ranks do not divide."""
     found, shapes = TensorCuts(ranks, sequence=False), {name: p.shape for name, p in model.named_parameters()}
     blocks = {id(block) for block in model_blocks(model)}
     for name, block in [(n, m) for n, m in model.named_modules() if id(m) in blocks]:

@@ -18,7 +18,8 @@ from rondel.models.flow.token_share import TokenShare
 
 
 class DitBlock(nn.Module):
-    """heads: H; inner: width of the MLP's hidden layer. Where ranks share it (block_cuts.py), a rank has its part of both."""
+    """heads: H; inner: width of the MLP's hidden layer. Where ranks share it (block_cuts.py),
+    a rank has its part of both."""
 
     def __init__(self, width: int, heads: int, inner: int) -> None:
         super().__init__()

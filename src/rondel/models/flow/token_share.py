@@ -44,7 +44,8 @@ class TokenShare:
         return sum(self.lengths[: self.ranks.index])
 
     def attend(self, q: Tensor, rows: Tensor) -> Tensor:
-        """Own queries [M, H, p, d] over everybody's keys and values, of which `rows` [p, 2, M, H, d] are this rank's."""
+        """Own queries [M, H, p, d] over everybody's keys and values,
+        of which `rows` [p, 2, M, H, d] are this rank's."""
         k, v = gather_rows(rows, self.lengths, self.ranks, summed=True).permute(1, 2, 3, 0, 4)
         return F.scaled_dot_product_attention(q, k, v)
 

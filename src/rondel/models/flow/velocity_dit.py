@@ -13,8 +13,8 @@ from rondel.models.flow.velocity_model import VelocityConfig
 
 
 class FlowDitConfig(VelocityConfig):
-    """Of `FlowDit`. dim: pixels, a square number; patch_size: side of a patch, in pixels; mlp_ratio: how much wider than
-    a token the hidden layer of a block's MLP is.
+    """Of `FlowDit`. dim: pixels, a square number; patch_size: side of a patch, in pixels; mlp_ratio: how much wider
+    than a token the hidden layer of a block's MLP is.
     """
 
     model_type = FLOW_DIT

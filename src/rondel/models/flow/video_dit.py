@@ -53,8 +53,8 @@ class FlowVideoConfig(VelocityConfig):
             )
         if self.hidden_size < 6 * self.num_attention_heads:
             raise ValueError(
-                f"hidden_size = {self.hidden_size} gives {self.num_attention_heads} heads fewer than 6 numbers each, two "
-                f"of which turn with frames, rows and columns: take at least {6 * self.num_attention_heads}"
+                f"hidden_size = {self.hidden_size} gives {self.num_attention_heads} heads fewer than 6 numbers each, "
+                f"two of which turn with frames, rows and columns: take at least {6 * self.num_attention_heads}"
             )
         return self.frames // self.patch_frames, self.height // self.patch_size, self.width // self.patch_size
 

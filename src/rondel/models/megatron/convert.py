@@ -58,7 +58,8 @@ def find_megatron(path: Path) -> Path | None:
 
 
 def write_megatron(model: str, into: Path) -> int:
-    """Of a model folder, or what model.path takes. -> how many numbers it has. ModelError where a family has no rules."""
+    """Of a model folder, or what model.path takes. -> how many numbers it has.
+    ModelError where a family has no rules."""
     folder = str(locate_model(model))
     with error_boundary(ModelError, f"reading {folder}"):
         config, files = AutoConfig.from_pretrained(folder), stored_files(folder)
@@ -128,7 +129,8 @@ def write_hugging_face(checkpoint: Path, like: str, into: Path) -> int:
 
 
 def _as_stored(tensor: MegatronTensor, stored: dict[str, Any], checkpoint: Path, like: str) -> MegatronTensor:
-    """The rule under the name that the checkpoint has: a norm before a mixture has two, by the layers' implementation."""
+    """The rule under the name that the checkpoint has: a norm before a mixture has two,
+    by the layers' implementation."""
     names = [
         tensor.name,
         tensor.name.replace("layers.pre_mlp_layernorm.weight", "layers.mlp.linear_fc1.layer_norm_weight"),
@@ -136,7 +138,8 @@ def _as_stored(tensor: MegatronTensor, stored: dict[str, Any], checkpoint: Path,
     name = next((name for name in names if name in stored), None)
     if name is None:
         raise ModelError(
-            f"{checkpoint} holds no {tensor.name}: it is not of a model like '{like}', or its layers are stored one by one"
+            f"{checkpoint} holds no {tensor.name}: it is not of a model like '{like}', "
+            "or its layers are stored one by one"
         )
     shape = stored[name][0]
     if len(shape) != len(tensor.shape) or any(w not in (-1, n) for w, n in zip(tensor.shape, shape)):
@@ -166,8 +169,8 @@ class _Sources:
     def _file(self, name: str) -> Any:
         if (path := self._files.get(name)) is None:
             raise ModelError(
-                f"{self._folder} holds no tensor {name}. Weights in another format or under other names are converted by "
-                "`rondel prepare RUN.toml`"
+                f"{self._folder} holds no tensor {name}. Weights in another format or under other names are converted "
+                "by `rondel prepare RUN.toml`"
             )
         if path not in self._open:
             self._open[path] = self._opened.enter_context(safe_open(path, "pt"))

@@ -61,7 +61,8 @@ def megatron_tensors(config: Any) -> list[MegatronTensor]:
     kind = config.model_type
     if kind not in DENSE + MIXTURES:
         raise ModelError(
-            f"model type '{kind}' has no rules for Megatron's tensors; they are written for {', '.join(DENSE + MIXTURES)}"
+            f"model type '{kind}' has no rules for Megatron's tensors; they are written for "
+            f"{', '.join(DENSE + MIXTURES)}"
         )
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
         raise ModelError(f"a {kind} with dense layers between its mixtures has no rules for Megatron's tensors")

@@ -68,6 +68,7 @@ def forward_mlstm(mixer: Any, states: RecurrentLayout, hidden: Tensor, **_: Any)
 
 
 def keep_whole_rows(model: Any) -> None:
-    """transformers cuts long rows of xLSTM and carries its own states from one part to the next; here a row is packed."""
+    """transformers cuts long rows of xLSTM and carries its own states from one part to the next;
+    here a row is packed."""
     if model.config.model_type == "xlstm":
         model.config.max_inference_chunksize = 1 << 62

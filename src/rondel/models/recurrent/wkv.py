@@ -3,7 +3,8 @@
     wkv_t = (a_{t-1} + e^{u + k_t} v_t) / (b_{t-1} + e^{u + k_t})      a_t = e^{-w} a_{t-1} + e^{k_t} v_t,  b_t alike
     x'_t  = m x_t + (1 - m) x_{t-1}                                    w > 0 and u: constants of a channel
 
-Both sums are kept over a common e^{top}, so that none overflows: state (a, b, top) [3, A] in fp32, and empty where b = 0.
+Both sums are kept over a common e^{top}, so that none overflows: state (a, b, top) [3, A] in fp32,
+and empty where b = 0.
 
 B rows · L tokens · A channels
 """

@@ -98,8 +98,8 @@ class ForkServer:
         return process
 
     def _start(self, started: Future[tuple[socket.socket, subprocess.Popen[bytes]]]) -> None:
-        """Start the nursery in the thread that hears it: the kernel ends a child with the thread that started it, and this
-        one ends with the nursery or with the process.
+        """Start the nursery in the thread that hears it: the kernel ends a child with the thread that started it, and
+        this one ends with the nursery or with the process.
         """
         try:
             server = start_server()

@@ -108,7 +108,10 @@ def probe_rows(seen: ProbeResult) -> Iterator[Row]:
         "",
     )
     if seen.asks is False:
-        fix = "RAY_AUTH_MODE=token in the environment of `ray start` on every node, and of what connects (Ray 2.52 or newer)"
+        fix = (
+            "RAY_AUTH_MODE=token in the environment of `ray start` on every node, "
+            "and of what connects (Ray 2.52 or newer)"
+        )
         yield "token", "note", "nobody is asked for one: whoever reaches a port of a node can run code there", fix
     for node in seen.nodes:
         if node.error:
@@ -145,7 +148,10 @@ def _check_addresses(there: list[ProbedNode]) -> Iterator[Row]:
             fix = f"on {node.name}: ray stop; ray start --address=HEAD:6379 --node-ip-address=ITS_ADDRESS"
             yield f"address of {node.name}", "broken", f"{node.address}, which every other node takes for itself", fix
         elif is_loopback(node.facts["resolves_to"]):
-            found = f"{node.facts['host']} is {node.facts['resolves_to']} to itself, so a rank there may listen where nobody comes"
+            found = (
+                f"{node.facts['host']} is {node.facts['resolves_to']} to itself, "
+                "so a rank there may listen where nobody comes"
+            )
             fix = f"on {node.name}: put '{node.address} {node.facts['host']}' into /etc/hosts in place of that line"
             yield f"name of {node.name}", "note", found, fix
 

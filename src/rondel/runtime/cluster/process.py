@@ -212,8 +212,8 @@ class ProcessWorker(RemoteWorker):
     def _find_silence(self) -> str:
         """In what way it has been silent for too long; nothing if it has not.
 
-        The limit of one that is built or loads is long, for imports and slow disks. That is for one that gives a pulse, or of
-        which the kernel knows that it does something: an import may hold the interpreter, and the pulse with it.
+        The limit of one that is built or loads is long, for imports and slow disks. That is for one that gives a pulse,
+        or of which the kernel knows that it does something: an import may hold the interpreter, and the pulse with it.
         """
         now = running_time()
         if (silent := now - self._heard) > (limit := self._silence_limit):

@@ -303,7 +303,8 @@ class WorkerActor:
         return events
 
     async def call(self, verb: str, words: bytes, after: object = None) -> tuple[str, Any]:
-        """`words` are packed here and not by Ray, whose arrays cannot be written to. Ray begins it when it has what `after` names."""
+        """`words` are packed here and not by Ray, whose arrays cannot be written to.
+        Ray begins it when it has what `after` names."""
         try:
             args, how = cloudpickle.loads(words)
             if not verb:

@@ -33,8 +33,8 @@ REMEDY = {
     "sbatch": "submit from a login node of the cluster, or print the script with --dry-run and take it there",
     "squeue": "ask from a login node of the cluster",
     "scancel": "cancel from a login node of the cluster",
-    "kubectl": "install kubectl and point it at the cluster (kubectl config current-context), or print the manifest with "
-    "--dry-run",
+    "kubectl": "install kubectl and point it at the cluster (kubectl config current-context), or print the manifest "
+    "with --dry-run",
     "ray": "pip install 'rondel[cluster]' 'ray[default]'",
 }
 
@@ -190,7 +190,8 @@ class RayJobScheduler:
 
 
 def run_tool(tool: str, *words: str, forgives: str | None = None) -> str:
-    """Its standard output; "" if it refuses with words that hold `forgives` (squeue: a number that it has forgotten)."""
+    """Its standard output; "" if it refuses with words that hold `forgives` (squeue:
+    a number that it has forgotten)."""
     try:
         done = subprocess.run(
             [find_tool(tool), *words], capture_output=True, text=True, timeout=DEADLINE, stdin=subprocess.DEVNULL

@@ -43,7 +43,8 @@ class EarlierTokens:
         self._where = np.empty(0, np.uint64)  # [n] segment · 2^40 + byte of the row
 
     def keep_past(self, served: int, past: Mapping[int, str]) -> None:
-        """Only what weights of this past drew counts, and of later versions, which may be trained again, bit for bit."""
+        """Only what weights of this past drew counts, and of later versions, which may be trained again,
+        bit for bit."""
         self._counts, self._keys = (served, dict(past)), None
 
     def rows_of(self, key: bytes) -> list[EarlierToken]:

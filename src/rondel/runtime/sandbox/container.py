@@ -98,7 +98,8 @@ def container_command(tool: str, name: str, limits: Limits, image: str, folder: 
 
 
 def client(tool: str) -> list[str]:
-    """The engine as it is called here: its crun refuses a machine with controllers in both versions of control groups."""
+    """The engine as it is called here: its crun refuses a machine with controllers in both versions
+    of control groups."""
     if Path(tool).name == "podman" and is_hybrid() and shutil.which("runc"):
         return [tool, "--runtime", "runc"]
     return [tool]

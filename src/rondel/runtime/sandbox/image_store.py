@@ -62,7 +62,8 @@ def root_of(image: str, say: Say = lambda text: None) -> Path:
 
 
 def unpack_layer(layer: Path, root: Path) -> None:
-    """Entries below the root alone, without owners; a whiteout removes what it names. tarfile.TarError for any other."""
+    """Entries below the root alone, without owners; a whiteout removes what it names.
+    tarfile.TarError for any other."""
     with tarfile.open(layer) as archive:
         for entry in archive:
             place, name = os.path.split(entry.name)

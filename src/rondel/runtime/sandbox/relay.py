@@ -152,8 +152,8 @@ class RelayedProgram:
 
 
 def remove_dead_relays() -> list[Path]:
-    """Where a box is on this machine and shares its folder of temporary files: sockets on which no supervisor listens, and
-    programs that were never read. -> those that are gone now.
+    """Where a box is on this machine and shares its folder of temporary files: sockets on which no supervisor listens,
+    and programs that were never read. -> those that are gone now.
     """
     home = Path(PLACE)
     removed = []
@@ -167,7 +167,8 @@ def remove_dead_relays() -> list[Path]:
 
 
 def _has_supervisor(home: Path) -> bool:
-    """It binds its socket before it writes the program, and removes it last. One that is busy or another user's lives."""
+    """It binds its socket before it writes the program, and removes it last.
+    One that is busy or another user's lives."""
     with socket.socket(socket.AF_UNIX) as door:
         door.settimeout(0.2)
         try:

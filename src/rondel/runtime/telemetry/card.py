@@ -279,21 +279,27 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
     replay = facts.get("resolved", {}).get("routing_replay", "none: no routed experts recorded")
     return {
         "framework": _format_facts(facts.get("versions")),
-        "engine and topology": f"engine {recipe_value('engine.kind')}, placement {recipe_value('place.kind')}, {facts.get('device', UNKNOWN)}, "
-        f"{facts.get('place', UNKNOWN)}{_mesh_words(facts.get('mesh'))}",
-        "precision and what enforces consistency": f"{_format_facts(facts.get('dtypes'))}; {kernels}one model definition on both sides; "
-        f"{gap}; {probe}" + ("" if form.startswith("none") else f"; weights in {form}{correction_sentence(done)}"),
+        "engine and topology": f"engine {recipe_value('engine.kind')}, placement {recipe_value('place.kind')}, "
+        f"{facts.get('device', UNKNOWN)}, {facts.get('place', UNKNOWN)}{_mesh_words(facts.get('mesh'))}",
+        "precision and what enforces consistency": f"{_format_facts(facts.get('dtypes'))}; {kernels}one model "
+        f"definition on both sides; {gap}; {probe}"
+        + ("" if form.startswith("none") else f"; weights in {form}{correction_sentence(done)}"),
         "on-policy or measured lag": f"{_summarize_lag(lags)}; cap {recipe_value('loop.max_staleness')}",
-        "whose logprobs": "the engine's, stored for each token when it was drawn (after temperature and truncation of the support); "
+        "whose logprobs": (
+            "the engine's, stored for each token when it was drawn (after temperature and truncation of the support); "
+        )
         + (
             "the trainer recomputes its own, and the gap above is between the two"
             if gaps
             else "a recomputation was not recorded"
         ),
         "routing replay": str(replay),
-        "group size": f"{recipe_value('algo.group_size')} answers a task, {recipe_value('loop.groups_per_step')} tasks a step, "
-        f"updates a step: {recipe_value('loop.updates_per_step')}, passes over them: {recipe_value('loop.epochs')}",
-        "multi-turn budgets": f"environment {env}, {turns} of at most {recipe_value('engine.sampling.max_tokens')} tokens",
+        "group size": f"{recipe_value('algo.group_size')} answers a task, {recipe_value('loop.groups_per_step')} tasks "
+        f"a step, updates a step: {recipe_value('loop.updates_per_step')}, passes over them: "
+        f"{recipe_value('loop.epochs')}",
+        "multi-turn budgets": (
+            f"environment {env}, {turns} of at most {recipe_value('engine.sampling.max_tokens')} tokens"
+        ),
         "where the time went": _format_facts(time_shares(done)) if done else "no step was finished",
     }
 
@@ -304,8 +310,8 @@ def _mesh_words(mesh: str | None) -> str:
 
 
 def correction_sentence(done: Events) -> str:
-    """; the correction weighed tokens by 0.998 on average, held 0.4 % of the weights to its bound and dropped 0 %. Nothing
-    of a row without one.
+    """; the correction weighed tokens by 0.998 on average, held 0.4 % of the weights to its bound and dropped 0 %.
+    Nothing of a row without one.
     """
 
     def mean_of(name: str) -> float | None:
@@ -565,7 +571,10 @@ def _curve_text(rewards: list[float | None]) -> str:
     first, last = min(known), max(known)
     span = f"lowest {min(known.values()):.3f}, highest {max(known.values()):.3f}"
     curve = sparkline([math.nan if r is None else r for r in rewards[first - 1 : last]])
-    return f"`{curve}`\n\nMean reward from {known[first]:.3f} at step {first} to {known[last]:.3f} at step {last} ({span})."
+    return (
+        f"`{curve}`\n\nMean reward from {known[first]:.3f} at step {first} to {known[last]:.3f} at step {last} "
+        f"({span})."
+    )
 
 
 def _format_sample(sample: dict[str, Any]) -> str:

@@ -111,8 +111,8 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     ),
     "train/not_computed": (
         "share",
-        "tokens of answers that no pass read, for their advantage is 0 and so is their gradient; entropy, gap and K3 are "
-        "of the others",
+        "tokens of answers that no pass read, for their advantage is 0 and so is their gradient; entropy, gap and K3 "
+        "are of the others",
     ),
     "train/shared_tokens": (
         "tokens",

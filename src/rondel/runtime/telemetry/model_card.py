@@ -18,7 +18,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LICENCE = re.compile(r"\A---\n(?:(?!---\n).*\n)*?license:[ \t]*[\"']?([\w.+-]+)[\"']?[ \t]*\n")
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "COPYING")
 LOAD = {
-    "model": 'from transformers import AutoModelForCausalLM, AutoTokenizer\n\nmodel = AutoModelForCausalLM.from_pretrained("{name}")\n'
+    "model": "from transformers import AutoModelForCausalLM, AutoTokenizer\n\nmodel = "
+    'AutoModelForCausalLM.from_pretrained("{name}")\n'
     'tokenizer = AutoTokenizer.from_pretrained("{name}")',
     "blocks": "import rondel  # blocks of masks are filled in: other tools would write token after token\n\n"
     'engine = rondel.Engine.load("{name}")\nanswers = engine.chat([[{{"role": "user", "content": prompt}}]])',
@@ -37,7 +38,8 @@ LOAD = {
     "vla": "import httpx  # its server: rondel serve {name}\n\n"
     'asked = {{"observation": picture.reshape(-1).tolist(), "instruction": "..."}}  # [h, w, 3], 0 to 255\n'
     'actions = httpx.post("http://127.0.0.1:8000/act", json=asked).json()["action"]  # [H, A]',
-    "adapter": 'from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained("{name}")',
+    "adapter": "from peft import AutoPeftModelForCausalLM\n\nmodel = "
+    'AutoPeftModelForCausalLM.from_pretrained("{name}")',
 }
 
 

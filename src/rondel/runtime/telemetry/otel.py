@@ -71,7 +71,8 @@ def _traces_url(endpoint: str) -> str:
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(
-            f'run.sinks: url = "{endpoint}" of "opentelemetry" is not an address of OTLP over HTTP, such as "http://127.0.0.1:4318"'
+            f'run.sinks: url = "{endpoint}" of "opentelemetry" is not an address of OTLP over HTTP, '
+            'such as "http://127.0.0.1:4318"'
         )
     return endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
 

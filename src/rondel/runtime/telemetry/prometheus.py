@@ -1,5 +1,5 @@
-"""`run.sinks = [{ kind = "prometheus", port = 9464 }]`: the newest row of metrics for Prometheus, at http://127.0.0.1:PORT/metrics
-while the run goes on.
+"""`run.sinks = [{ kind = "prometheus", port = 9464 }]`: the newest row of metrics for Prometheus, at
+http://127.0.0.1:PORT/metrics while the run goes on.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ TRACES = "opentelemetry"  # it reads events instead of rows: see otel.py
 
 
 def open_sinks(sinks: Iterable[str | dict[str, Any]], folder: str | Path, after: int = -1) -> list[Sink]:
-    """The sinks of `run.sinks`, without the one of the traces; the user's own is "module:name" and is made in the same way, with
-    the settings of its table.
+    """The sinks of `run.sinks`, without the one of the traces; the user's own is "module:name" and is made in the same
+    way, with the settings of its table.
     """
     return [_open_sink(kind, settings, folder, after) for kind, settings in sink_tables(sinks)]
 

@@ -120,7 +120,10 @@ def explain_untested(test: str, entry: str) -> str:
         if isinstance(statement, FUNCTION) and statement.name not in loaded:
             if statement.name == "check" and _required_arguments(statement) == 1:
                 if not entry:
-                    return "nothing calls its check(...): set data['entry_point'] to the name of the function, or call it in the text"
+                    return (
+                        "nothing calls its check(...): set data['entry_point'] to the name of the function, "
+                        "or call it in the text"
+                    )
             elif not statement.name.startswith("test"):
                 continue  # nothing runs it
             elif _required_arguments(statement):

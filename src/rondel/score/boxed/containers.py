@@ -81,7 +81,8 @@ class SharedContainer:
 
 
 class SharedContainers:
-    """`SharedContainers(first=0)`: those of one end, by numbers that both ends know; ends count by two, from 0 and 1."""
+    """`SharedContainers(first=0)`: those of one end, by numbers that both ends know; ends count by two,
+    from 0 and 1."""
 
     def __init__(self, first: int) -> None:
         self.by_number: dict[int, SharedContainer] = {}

@@ -103,8 +103,8 @@ class BlockSequence(Answer):
     def append_step(self, places: list[int], tokens: list[int], logprobs: list[float], version: int) -> bool:
         """What one step has drawn, at these positions of the block. -> whether the block is whole now
 
-        Behind a stop token nothing is drawn any more: masks there become that token, as in a demonstration, and what was
-        drawn there before is cut.
+        Behind a stop token nothing is drawn any more: masks there become that token, as in a demonstration, and what
+        was drawn there before is cut.
         """
         row = np.concatenate([np.array([self.step], np.int32), self.state])
         self.state = self.state.copy()

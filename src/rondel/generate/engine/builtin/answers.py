@@ -1,6 +1,6 @@
-"""From a request to its answer, beside the steps of the engine: what cannot be answered is refused before it waits, what a
-step drew is on file before anyone sees it and read again after a crash (law 15), and goes token by token to those who
-listen, whole at the end.
+"""From a request to its answer, beside the steps of the engine: what cannot be answered is refused before it waits,
+what a step drew is on file before anyone sees it and read again after a crash (law 15), and goes token by token to
+those who listen, whole at the end.
 """
 
 from __future__ import annotations

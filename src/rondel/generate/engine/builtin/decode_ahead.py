@@ -5,9 +5,9 @@
                       `- its tokens are those that step n draws, taken on the device
 
 At most one step is begun that has not been asked for. A request that ends in step n has a row in step n+1 all the same;
-what that row draws is thrown away, and its page is written before whoever gets it next writes it: the device keeps order.
-Whatever has to know the token first is planned in the plain order: prompts, requests to admit, grammars, penalties,
-drafts, images, recurrent states, top-p, and what is recorded beside tokens and routes.
+what that row draws is thrown away, and its page is written before whoever gets it next writes it: the device keeps
+order. Whatever has to know the token first is planned in the plain order: prompts, requests to admit, grammars,
+penalties, drafts, images, recurrent states, top-p, and what is recorded beside tokens and routes.
 """
 
 from __future__ import annotations

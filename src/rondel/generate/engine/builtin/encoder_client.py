@@ -74,8 +74,8 @@ class EncoderClient:
                 ahead.are_missing(0)
 
     def has_room(self, images: Iterable[Image]) -> bool:
-        """Whether all of these may be asked for: all or none, so nobody waits for what another one holds while it waits.
-        Where nothing is held anyone may.
+        """Whether all of these may be asked for: all or none, so nobody waits for what another one holds while it
+        waits. Where nothing is held anyone may.
         """
         while self._returned:
             size, answers = self._returned.popleft()
@@ -118,7 +118,8 @@ class EncoderClient:
         return bool(waited)
 
     def change_weights(self, digests: dict[str, str], updates: int) -> None:
-        """The encoder has new tensors with these digests. On the device's thread, in which nothing is computed meanwhile."""
+        """The encoder has new tensors with these digests. On the device's thread,
+        in which nothing is computed meanwhile."""
         self.known.clear()
         self.digests |= digests
         self.updates = updates
@@ -156,7 +157,8 @@ class RequestFeatures:
         self._updates = 0
 
     def are_missing(self, first: int, *, urgent: bool = False) -> bool:
-        """Whether tokens from `first` on must wait for pictures, which are asked for if there is room or it is urgent."""
+        """Whether tokens from `first` on must wait for pictures,
+        which are asked for if there is room or it is urgent."""
         if first >= self.end:
             return False
         if self._updates != self._client.updates:
@@ -170,7 +172,8 @@ class RequestFeatures:
         return bool(self.unanswered)
 
     def encoded(self, digest: str) -> ImageFeatures | None:
-        """On the host, those of a picture under the present weights, if they are there. EngineError if they never will."""
+        """On the host, those of a picture under the present weights, if they are there.
+        EngineError if they never will."""
         features = self._parts.get(digest) if self._updates == self._client.updates else None
         if features is None or not features.done():
             return None

@@ -1,5 +1,5 @@
-"""What an engine with an encoder process asks of it beside pictures: it has no cache, and its weights come from here. Of an
-engine whose model other processes compute, too, all else is asked of these.
+"""What an engine with an encoder process asks of it beside pictures: it has no cache, and its weights come from here.
+Of an engine whose model other processes compute, too, all else is asked of these.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ class EngineFollower:
         self._fault = ""  # the first of the update under way
 
     def follow(self) -> None:
-        """On the device's thread, until the leader closes. What breaks here ends this process, and with it the engine."""
+        """On the device's thread, until the leader closes. What breaks here ends this process,
+        and with it the engine."""
         verbs = {
             "attach": self._attach,
             "forward": self._forward,
@@ -212,7 +213,8 @@ class EngineFollower:
         return found
 
     def _report(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
-        """All has been read, by the first rank's word. `proof`: so many sums of parts are added up for their digests."""
+        """All has been read, by the first rank's word. `proof`:
+        so many sums of parts are added up for their digests."""
         self._stream = None
         if facts["proof"]:
             proof = self.receiver.proof

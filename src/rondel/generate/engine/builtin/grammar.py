@@ -57,7 +57,10 @@ class GrammarConstraint:
         if not self.matcher.is_error():
             return ""
         if self.matcher.stop_reason() in ("NoExtension", "NoExtensionBias", "InternalError"):
-            return f"after {self.consumed} tokens no token of this tokenizer can go on: it cannot spell what the grammar demands"
+            return (
+                f"after {self.consumed} tokens no token of this tokenizer can go on: "
+                "it cannot spell what the grammar demands"
+            )
         return (
             f"after {self.consumed} tokens it is too much for its library: {self.matcher.get_error().splitlines()[0]}"
         )

@@ -63,8 +63,8 @@ class LeadRank(LockStep):
         receiver: Callable[..., WeightReceiver],
         **calls: Any,
     ) -> None:
-        """`model`: makes the engine's model of the fields of a LoadedModel and of this rank; `receiver`: makes what takes
-        in new weights, of this rank, its part and the engine's transports.
+        """`model`: makes the engine's model of the fields of a LoadedModel and of this rank; `receiver`: makes what
+        takes in new weights, of this rank, its part and the engine's transports.
         """
         super().__init__(*joined, **calls)
         self._model, self._receiver = model, receiver

@@ -1,5 +1,5 @@
-"""State of an engine: what it may do now, for how long it may stand still, the task in which it moves, and the update that
-changes the weights that it serves: begin -> route -> commit, or abort.
+"""State of an engine: what it may do now, for how long it may stand still, the task in which it moves, and the update
+that changes the weights that it serves: begin -> route -> commit, or abort.
 
 serving ──pause──> held ──sleep──> asleep        a failed update or step: refusing, until a good update
 
@@ -119,8 +119,8 @@ class StepTask(ABC):
 
     @abstractmethod
     def follow_weights(self, before: int, commit: Commit) -> None:
-        """Other weights serve since this commit, and before it another version did: nothing computed so far is used again
-        as if it were theirs.
+        """Other weights serve since this commit, and before it another version did: nothing computed so far is used
+        again as if it were theirs.
         """
 
     @abstractmethod

@@ -1,5 +1,5 @@
-"""Pages of the cache of keys and values, one token each: which are free, and those of running requests: reserved for what
-a step computes, shared through the prefix tree, given back.
+"""Pages of the cache of keys and values, one token each: which are free, and those of running requests: reserved for
+what a step computes, shared through the prefix tree, given back.
 
 page 0      scratch: tables are padded with it, nobody reads it
 free        a stack of page numbers
@@ -153,8 +153,8 @@ class SequencePages:
 
 
 class EngineCaches(list[SequencePages]):
-    """That of an engine, or of each of its ranks where these have requests of their own: the owner of a request is a place
-    in this list.
+    """That of an engine, or of each of its ranks where these have requests of their own: the owner of a request is a
+    place in this list.
     """
 
     def __init__(self, pages: PageAllocator, states: SequenceStates | None) -> None:

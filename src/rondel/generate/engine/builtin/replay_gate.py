@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class ReplayGate:
-    """Gate of the sequences that run and wait; `retract(live, version)` sends one back to the queue without its cache."""
+    """Gate of the sequences that run and wait; `retract(live,
+    version)` sends one back to the queue without its cache."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""One request inside the engine: what it has, what it wrote, which pages hold its context; and what a step computes and reads."""
+"""One request inside the engine: what it has, what it wrote, which pages hold its context;
+and what a step computes and reads."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class SequenceState:
     pages     |<- shared: tree ->|<- private ->| | ahead ..|      len(pages) = computed: tokens whose keys and values exist
 
     Guesses and their pages live for one step: what the model would have drawn becomes
-    tokens and pages, the rest is given back. A step begun ahead has a page there, too, for a token that is not yet known.
+    tokens and pages, the rest is given back. A step begun ahead has a page there, too,
+    for a token that is not yet known.
     """
 
     request: Request
@@ -100,7 +102,8 @@ class SequenceState:
 
     @property
     def draws_plainly(self) -> bool:
-        """Whether its next tokens depend on nothing but logits, temperature and truncation, and only they are wanted."""
+        """Whether its next tokens depend on nothing but logits, temperature and truncation,
+        and only they are wanted."""
         s = self.request.sampling
         shaped = s.has_penalties or bool(s.logit_bias) or s.grammar is not None or self.written < s.min_tokens
         return not shaped and self.channels is None

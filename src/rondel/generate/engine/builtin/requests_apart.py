@@ -1,10 +1,10 @@
-"""Requests apart, experts shared (data parallel attention): each rank of an engine has the whole attention and the keys and
-values of requests of its own; the experts of a mixture are divided over the ranks, and tokens travel to them.
+"""Requests apart, experts shared (data parallel attention): each rank of an engine has the whole attention and the keys
+and values of requests of its own; the experts of a mixture are divided over the ranks, and tokens travel to them.
 
     first rank   scheduling, sampling │ its requests ──┐ all-to-all ┌── E/n experts │ logits of all requests
     others        ... their own part  │ theirs ────────┘ each layer └── E/n experts │ ──> theirs to the first rank
-All ranks meet in every layer with experts, so one without a request computes a token for nobody. The caches hold n times
-the tokens of one: pages 1 ... P are the first rank's, P + 1 ... 2P the second one's.
+All ranks meet in every layer with experts, so one without a request computes a token for nobody. The caches hold n
+times the tokens of one: pages 1 ... P are the first rank's, P + 1 ... 2P the second one's.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class ApartLead(LeadRank):
         records: int | None,
         seen: list[VisionFeatures | None],
     ) -> int:
-        """Announce one pass, and give every rank its own part of it. `records`: the width of a tape. `seen`: of pictures,
-        by each rank. -> its number.
+        """Announce one pass, and give every rank its own part of it. `records`: the width of a tape. `seen`: of
+        pictures, by each rank. -> its number.
         """
         parts, sent = list[dict[str, Any] | None](), dict[int, list[Tensor]]()
         each = (layout.parts, tokens.split(layout.counts), positions.split(layout.counts, -1), seen)
@@ -158,7 +158,8 @@ class ApartLead(LeadRank):
 
 @dataclass(slots=True)
 class ApartModel(LoadedModel):
-    """The model of the first rank. What is scored, such as the probe of an update, every rank computes: they must agree."""
+    """The model of the first rank. What is scored, such as the probe of an update, every rank computes:
+    they must agree."""
 
     lead: ApartLead | None = field(default=None, repr=False)
 

@@ -55,7 +55,8 @@ class ServingLoop(StepTask):
         weights: Callable[[], Mapping[str, int]],
         ahead: DecodeAhead | None,
     ) -> None:
-        """`weights`: bytes of those that are the engine's own, by name. `ahead`: begins steps before they are asked for."""
+        """`weights`: bytes of those that are the engine's own, by name. `ahead`:
+        begins steps before they are asked for."""
         self.account = TimeAccount("engine")
         super().__init__(lifecycle, self.account.switch_to)
         self.run, self.scheduler, self.runner = run, scheduler, runner

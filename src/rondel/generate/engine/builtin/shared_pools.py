@@ -1,6 +1,7 @@
 """Keys and values in memory that two processes of one machine map: what one writes, the other reads in place.
 
-One memory (shared_tensors.py) for all layers of keys, one for those of values; it takes room only where pages were written.
+One memory (shared_tensors.py) for all layers of keys, one for those of values;
+it takes room only where pages were written.
 """
 
 from __future__ import annotations

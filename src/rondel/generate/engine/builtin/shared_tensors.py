@@ -42,7 +42,8 @@ class SharedTensors:
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def map_memory(self) -> tuple[mmap.mmap, dict[str, Tensor]]:
-        """The memory, and the tensors in place: what is written to them, the other process reads. They keep the memory."""
+        """The memory, and the tensors in place: what is written to them, the other process reads.
+        They keep the memory."""
         memory = mmap.mmap(self.fd, self.size)
         return memory, self._views(memory)
 

@@ -87,7 +87,8 @@ class SequenceStates:
         return sum(len(owners) for owners in self._owners.values())
 
     def save(self, row: int, node: SnapshotOwner, *, is_prompt: bool) -> None:
-        """Keep the state of a running sequence at the end of `node`, in place of the snapshot that was unused longest."""
+        """Keep the state of a running sequence at the end of `node`,
+        in place of the snapshot that was unused longest."""
         if node.state is not None:
             return self._touch(node.state)
         if not self._free[is_prompt]:

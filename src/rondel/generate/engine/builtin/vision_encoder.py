@@ -144,7 +144,8 @@ class VisionEncoderCache:
         return VisionFeatures(at_rows, ImageFeatures.concat_features(parts), images)
 
     def _take_ahead(self, ahead: RequestFeatures, wanted: dict[str, Image], end: int) -> None:
-        """What another process has made of these pictures. Of a prompt that is computed up to `end` no more may be wanted."""
+        """What another process has made of these pictures. Of a prompt
+        that is computed up to `end` no more may be wanted."""
         for digest in wanted.keys() - self.known.keys():
             if (found := ahead.encoded(digest)) is not None:
                 self.known[digest] = found.to(self.loaded.device)

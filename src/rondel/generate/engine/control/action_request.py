@@ -49,7 +49,8 @@ class ActionRequest(StepRequest):
 
     @property
     def log_key(self) -> np.ndarray:
-        """The prompt and the bits of the observation: the log gives an action back only where the world shows the same."""
+        """The prompt and the bits of the observation: the log gives an action back only where
+        the world shows the same."""
         return np.concatenate([self.request.tokens, self.observation.view(np.int32)])
 
     @property

@@ -1,4 +1,5 @@
-"""What a server knows whatever its engine draws: the engine, its limits, its counters, and who is promised an answer."""
+"""What a server knows whatever its engine draws: the engine, its limits, its counters,
+and who is promised an answer."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ class GenerationService(EngineService):
         segment: Callable[[str, int, int], Any] | None = None,
         experts: RoutedExperts | None = None,
     ) -> None:
-        """`segment(path, size, number)`: a piece of others' memory, as the engine's transport "ipc" opens it. `experts`:
-        how to tell where tokens went, of an engine that records it.
+        """`segment(path, size, number)`: a piece of others' memory, as the engine's transport "ipc" opens it.
+        `experts`: how to tell where tokens went, of an engine that records it.
         """
         super().__init__(
             engine,

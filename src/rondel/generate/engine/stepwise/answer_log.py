@@ -29,7 +29,8 @@ class AnswerLog(ABC, Generic[A]):
     def recall(
         self, answer: A, prompt: Sequence[int] | np.ndarray, first: int, numbers: int
     ) -> Iterator[tuple[Any, np.ndarray]]:
-        """Marks it. -> the tokens of an earlier life from the first on, each with so many numbers of 32 bits beside it"""
+        """Marks it. -> the tokens of an earlier life from the first on,
+        each with so many numbers of 32 bits beside it"""
         request = answer.request
         if self.log is None or not request.key or request.namespace or request.wants:
             return

@@ -46,7 +46,8 @@ class StepwiseControl(StepTask, Generic[A]):
         self.wake_up()
 
     async def abort(self, which: Callable[[Request], bool]) -> int:
-        """Requests of which this is true return what they have drawn; a step under way is no part of it. -> how many."""
+        """Requests of which this is true return what they have drawn; a step under way is no part of it.
+        -> how many."""
         found = [answer for answer in self.answers if which(answer.request)]
         self.answers = [answer for answer in self.answers if answer not in found]
         for answer in found:

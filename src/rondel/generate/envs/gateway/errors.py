@@ -10,7 +10,10 @@ class TooLong(RequestRefusal):
     """The conversation has outgrown the context: said in words that agents look for in both APIs."""
 
     def __init__(self, most: int) -> None:
-        text = f"prompt is too long: this model's maximum context length is {most} tokens, and the messages leave no room for an answer"
+        text = (
+            f"prompt is too long: this model's maximum context length is {most} tokens, "
+            "and the messages leave no room for an answer"
+        )
         super().__init__(400, text, code="context_length_exceeded")
 
 

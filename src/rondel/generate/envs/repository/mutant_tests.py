@@ -1,7 +1,8 @@
 """What runs inside a box to try bugs: pytest is imported once, and each bug is tried in a fork of it.
 
-stdin   {"root", "folder": the package, "args": of pytest, "options": those of every run, "mutants": [[path, first byte, last byte, text, line], ...],
-         "seconds": of computing for one, "want": how many bugs that are found are enough, "most": failing tests}
+stdin   {"root", "folder": the package, "args": of pytest, "options": those of every run,
+         "mutants": [[path, first byte, last byte, text, line], ...], "seconds": of computing for one,
+         "want": how many bugs that are found are enough, "most": failing tests}
 stdout  {"outcomes": {test: outcome}, "found": [[number, {failing test: message}, [tests that pass], ...]]}
 
 The first pass notes which test files call which functions, so that a bug is tried with those alone.

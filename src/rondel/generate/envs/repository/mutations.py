@@ -29,8 +29,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Mutation(NamedTuple):
-    """One bug: bytes `first` to `last` of the file become `text`. `function` is the dotted name of what it is in, `line`
-    the first line of that function.
+    """One bug: bytes `first` to `last` of the file become `text`. `function` is the dotted name of what it is in,
+    `line` the first line of that function.
     """
 
     kind: str
@@ -217,8 +217,8 @@ CHANGES: dict[type[ast.AST], tuple[Callable[[Any, _Text], Iterator[Change]], ...
 
 
 def without_tests(source: str, gone: set[str]) -> str | None:
-    """A file of tests without some of them (`test_a`, `TestB.test_a`); None where nothing would be left of it, or of one
-    of its classes.
+    """A file of tests without some of them (`test_a`, `TestB.test_a`); None where nothing would be left of it, or of
+    one of its classes.
     """
     tree = ast.parse(source)
     tests = [(name, node) for name, node in _functions(tree, "") if name.rpartition(".")[2].startswith("test")]

@@ -1,4 +1,5 @@
-"""What the policy may do in a repository: look at files, change them, run commands. All of it in one box of the episode."""
+"""What the policy may do in a repository: look at files, change them, run commands.
+All of it in one box of the episode."""
 
 from __future__ import annotations
 

@@ -188,8 +188,8 @@ def open_workspace(task: RepositoryTask, sandbox: SandboxFactory, **settings: An
     """EnvError where no box can be made for the task."""
     if task.unmet and shows_host(sandbox):
         raise DataError(
-            f"{task.name}: its image is made with '{task.unmet[0]}', which a box of this machine has not: build the image "
-            f'and name it, task.env.sandbox = {{ kind = "container", image = ... }}'
+            f"{task.name}: its image is made with '{task.unmet[0]}', which a box of this machine has not: build the "
+            f'image and name it, task.env.sandbox = {{ kind = "container", image = ... }}'
         )
     try:
         return Workspace(task, sandbox, **settings)

@@ -8,13 +8,13 @@ opening -> reply ──calls──> results ─┐      the episode ends when th
 from __future__ import annotations
 
 import copy
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from rondel.core.errors import EnvError
+from rondel.core.protocols import AskedCall
 from rondel.core.types import Completion, Task, Trajectory
-from rondel.generate.calls import ToolCall
 from rondel.generate.envs.remote_chat import RemoteChat
 from rondel.generate.envs.shop.database import ShopDatabase, ShopSession
 from rondel.generate.envs.shop.gold import gold_of_both, gold_replies
@@ -120,11 +120,12 @@ class Shop(Tools):
         replies = gold_replies(goal, self.database, self.speech)
         return gold_of_both(replies, ScriptedUser(goal, self.speech)) if self.user == "policy" else replies
 
-    async def _read_calls(self, done: Completion, chat: Any) -> list[ToolCall]:
+    async def _read_calls(self, done: Completion, chat: Any) -> Sequence[AskedCall]:
         return read_line_calls(done.text or "") if self.short else await super()._read_calls(done, chat)
 
-    def _result_messages(self, calls: list[ToolCall], results: list[str]) -> Messages:
-        """What tools returned; the marks that templates write around it are many letters for a model that reads letters."""
+    def _result_messages(self, calls: Sequence[AskedCall], results: list[str]) -> Messages:
+        """What tools returned; the marks that templates write around it are many letters for a model
+        that reads letters."""
         if self.short:
             return [{"role": "user", "content": "\n".join(results)}]
         return [{"role": "tool", "name": call.name, "content": text} for call, text in zip(calls, results)]
@@ -140,7 +141,7 @@ class Shop(Tools):
     def _show(self, name: str, result: Any) -> str:
         return self.speech.result(name, result, self.database)
 
-    async def _carry_out(self, call: ToolCall, tools: dict[str, Tool], conduct: Conduct) -> str:
+    async def _carry_out(self, call: AskedCall, tools: dict[str, Tool], conduct: Conduct) -> str:
         broken = conduct.before_call(call.name, call.arguments)
         result = str(await self.carry_out(call, tools))
         if not result.startswith("error: "):

@@ -1,4 +1,5 @@
-"""Replies that deserve the best score: the agent asks for what it was not told, looks up, proposes, acts and reports."""
+"""Replies that deserve the best score: the agent asks for what it was not told, looks up, proposes,
+acts and reports."""
 
 from __future__ import annotations
 

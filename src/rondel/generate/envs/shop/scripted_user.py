@@ -1,5 +1,5 @@
-"""The user as a small state machine that knows its goal: it tells what it is asked for, says yes to what it wants and no
-to what it does not want, and leaves when its wishes are settled or its patience is over. No model, no chance.
+"""The user as a small state machine that knows its goal: it tells what it is asked for, says yes to what it wants and
+no to what it does not want, and leaves when its wishes are settled or its patience is over. No model, no chance.
 
     wish ──question──> facts           ──refused──> accepts, or insists once and leaves
       │                                ──report───> next wish, or thanks and leaves

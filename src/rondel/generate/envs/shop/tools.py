@@ -115,8 +115,8 @@ class ShopTools:
         return "return requested"
 
     def exchange_items(self, order: str, items: list[str], new_items: list[str], payment: str) -> str:
-        """Exchange items of a delivered order for other variants of the same products, once. The difference is paid with,
-        or refunded to, a payment method of the customer."""
+        """Exchange items of a delivered order for other variants of the same products, once. The difference is paid
+        with, or refunded to, a payment method of the customer."""
         self._require_status(order, "delivered")
         said = self._swap(order, items, new_items, payment, "exchange requested")
         self._session.own_order(order)["status"] = said

@@ -19,7 +19,10 @@ def find_logprob_gap(story: Story) -> Iterator[Finding]:
     now, first = story.recent_mean("train/mismatch_k3_lag_0"), story.first_mean("train/mismatch_k3_lag_0", RECENT)
     if now is None or first is None:
         return
-    action = "model.dtype = 'float32' or engine.numerics = 'aligned' tells rounding from a bug; algo.correction.kind = 'importance' bounds what it does"
+    action = (
+        "model.dtype = 'float32' or engine.numerics = 'aligned' tells rounding from a bug; algo.correction.kind "
+        "= 'importance' bounds what it does"
+    )
     if now > bound:
         yield Finding(
             "gap_above_bound",
