@@ -154,8 +154,7 @@ class ModelConfig(ConfigSection):
         ),
         description="number format of the layers' matrices, in engine, trainer and reference alike: rounded to it at "
         'every update, while their masters stay whole (quantisation-aware training); or `{ engine = "fp8" }`: '
-        "the engine's "
-        "alone (quantised rollouts)",
+        "the engine's alone (quantised rollouts)",
     )
     adapter: AdapterConfig = Field(
         AdapterConfig(), description="few new weights beside the model's own, which alone are trained"
