@@ -167,20 +167,20 @@ def test_a_step_of_ddrl_has_the_gradient_of_its_paper():
     assert float((torch.cat(kept) - wanted).norm()) <= 1e-5 * float(wanted.norm())
 
 
-@pytest.mark.parametrize("low, high", [(0.002, 0.004), (1e-4, 1e-4)])
+@pytest.mark.parametrize("low, high", [(0.01, 0.02), (1e-4, 1e-4)])
 def test_an_update_of_flow_grpo_has_the_gradient_of_its_paper(low, high):
     """arXiv:2505.05470, of the second of two updates on a step, where ratios have left 1 and the policy its reference:
     -min(r·A, clip(r)·A) + beta·(mean - mean_ref)² / (2·std²) of each SDE step, meaned over its dimensions, the steps of its
     chain and the chains; written out from the module's velocities alone.
     """
-    bounds, beta, chains = {"low": low, "high": high}, 0.3, flown_groups()
+    bounds, beta, chains = {"low": low, "high": high}, 3.0, flown_groups()
     row = resolve_algorithm({"kind": "flow_grpo", "surrogate": bounds, "kl": {"kind": "closed_form", "coef": beta}})
     ours, found = trainer(flow(), row, epochs=2), []
 
     def keep_and_move(**how):
         found.append(torch.cat([m.grad.double().flatten() for m in ours.weights.masters]))
         with torch.no_grad():
-            ours.loaded.model.leave.weight.mul_(1.01)
+            ours.loaded.model.leave.weight.mul_(1.05)
         return 0.0
 
     ours.weights.step = keep_and_move
@@ -189,7 +189,7 @@ def test_an_update_of_flow_grpo_has_the_gradient_of_its_paper(low, high):
 
     first, second = flow().model, flow().model
     with torch.no_grad():
-        second.leave.weight.mul_(1.01)
+        second.leave.weight.mul_(1.05)
 
     def means(module, t, rows):
         prompt = torch.tensor(list(t.tokens[: len(t.tokens) - len(rows)]))
