@@ -282,6 +282,16 @@ def test_a_row_has_the_same_bits_among_others_and_on_two_threads(stream, weights
         assert torch.equal(cpu_kernels.swiglu(x[row], x[row]), gate[row])
 
 
+@pytest.mark.parametrize(
+    "kind", [{"random": "llama", **SIZE}, {"random": "mlp_policy", "observation_size": 4, "action_size": 2}]
+)
+def test_every_kind_of_model_computes_by_them(plain, kind):
+    """Else a step of a policy had other bits after a model of text was loaded beside it, and its replay failed."""
+    plain()
+    load_model(kind)
+    assert cpu_kernels.library() is native_library.chosen_library()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_with_kernels_is_the_model_without(dtype, plain):
     loaded = load_model({"random": "llama", **SIZE, "seed": 3}, dtype=dtype)

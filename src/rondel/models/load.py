@@ -96,6 +96,8 @@ def load_model(
     """
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
+    if torch.device(device).type == "cpu":  # whichever kind comes first, or its bits would follow what else was loaded
+        cpu_kernels.use_library(chosen_library())
     if (head := _step_head(path)) is not None:
         return _load_step_model(path, head, dtype, device)
     if isinstance(path, str) and adapter_files.is_adapter(path):
@@ -103,8 +105,6 @@ def load_model(
         loaded = load_model(base, dtype=dtype, device=device, four_bits=packed, trust_remote_code=trust_remote_code)
         adapters.attach_adapter(loaded, path)
         return replace(loaded, name=path)
-    if torch.device(device).type == "cpu":
-        cpu_kernels.use_library(chosen_library())
     wanted = pick_dtype(dtype, device)
     if deferred and isinstance(path, str) and not four_bits:
         empty = _load_deferred(path, wanted, device, trust_remote_code)
