@@ -31,15 +31,10 @@ from rondel.generate.envs.frame_worlds import open_frame_world  # noqa: E402
 WORLD = "rondel.generate.envs.catch:SmoothCatch"
 
 
-def run_apart(folder: Path) -> None:
-    """To its end, in a process that has run nothing else: bits of a vision tower are compared between processes."""
-    assert run_and_die(folder, ("StepDone", 99), recipe=CATCH_CHUNKS) == 0
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2 steps of flow matching, then 3 of GRPO with 2 groups of 4 episodes of 2 chunks."""
-    return made_once(tmp_path_factory, "catch_chunks", run_apart)
+    return made_once(tmp_path_factory, "catch_chunks", lambda folder: run(folder, recipe=CATCH_CHUNKS))
 
 
 @pytest.mark.slow
@@ -93,7 +88,7 @@ def test_the_gradient_is_the_same_for_any_split(folder: Path) -> None:
 def test_a_killed_run_ends_with_the_same_bits(folder: Path, tmp_path: Path, moment: tuple[str, int]) -> None:
     """Law 9, out of the supervised phase and out of RL."""
     assert run_and_die(tmp_path / "run", moment, recipe=CATCH_CHUNKS) == -9
-    run_apart(tmp_path / "run")
+    run(tmp_path / "run", recipe=CATCH_CHUNKS)
     ours, theirs = final(tmp_path / "run"), final(folder)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert steps(tmp_path / "run") == steps(folder)
