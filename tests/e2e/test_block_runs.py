@@ -59,6 +59,7 @@ def test_a_step_is_recomputed_from_its_stored_rollouts(folder):
     assert len(same) > 10 and {name: found[name] for name in same} == {name: done[name] for name in same}
 
 
+@pytest.mark.slow
 def test_what_is_not_carried_over_is_refused(folder, tmp_path):
     for changes, why in (
         ({"engine__compile": True}, "one more token"),

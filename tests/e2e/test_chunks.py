@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kits.control import Aim
+from kits.gym_worlds import Aim
 from kits.once import made_once
 from kits.runs import PENDULUM_CHUNKS, check, events, final, run, run_and_die, steps, tiny
 from rondel.checks.recipe_check import check as check_recipe
@@ -20,7 +20,7 @@ from rondel.runtime.journal import store
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: rondel[control]")
 
-AIM = {"kind": "gym", "name": "kits.control:Aim", "args": {"last": 7}, "n": 500, "eval_seed": 1000, "eval_n": 2}
+AIM = {"kind": "gym", "name": "kits.gym_worlds:Aim", "args": {"last": 7}, "n": 500, "eval_seed": 1000, "eval_n": 2}
 WORLD = {"recipe": PENDULUM_CHUNKS, "task__data": AIM, "task__env__turns": 5}
 
 
@@ -116,7 +116,7 @@ IMAGINED = {"kind": "control", "model": {"policy": "world"}}
 @pytest.mark.parametrize(
     "changes, why",
     [
-        ({"task__data": AIM | {"name": "kits.control:Choices"}}, r'takes one of 4 actions: take \{ random = "mlp_policy'),
+        ({"task__data": AIM | {"name": "kits.gym_worlds:Choices"}}, r'takes one of 4 actions: take \{ random = "mlp_policy'),
         ({"model__path__chunk": 0}, "chunk = 0 of model.path: take a whole number"),
         ({"model__path__denoising_steps": 1.5}, "denoising_steps = 1.5 of model.path"),
         ({"model__path__action_size": 3}, "wants 2"),

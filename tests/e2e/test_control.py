@@ -67,6 +67,7 @@ def test_the_stored_actions_are_those_that_the_world_took(folder):
     assert cut
 
 
+@pytest.mark.slow
 def test_a_step_is_recomputed_from_its_stored_rollouts(folder):
     """Values behind a cut episode among them: they are part of what the critic learns."""
     found, [done] = replay.replay(folder, 4), [e["metrics"] for e in events(folder, "StepDone") if e["step"] == 4]
@@ -98,7 +99,7 @@ def test_numbers_as_actions_are_learned_by_grpo(tmp_path):
     run(
         tmp_path / "run",
         recipe=CARTPOLE,
-        task__data={"kind": "gym", "name": "kits.control:Aim", "n": 500},
+        task__data={"kind": "gym", "name": "kits.gym_worlds:Aim", "n": 500},
         model__path={"random": "mlp_policy", "hidden_size": 16, "num_hidden_layers": 1},
         algo={"kind": "grpo", "group_size": 8},
         loop__groups_per_step=4,
@@ -163,7 +164,7 @@ GYM = {"kind": "gym", "name": "CartPole-v1", "n": 10}
         ({"model__dtype": "bfloat16"}, "need float32"),
         ({"loop__warmup__steps": 3}, "copies answers"),
         ({"task__data__name": "NoWorld-v0"}, "cannot be made"),
-        ({"task__data": GYM | {"name": "kits.control:Words"}}, "laid flat"),
+        ({"task__data": GYM | {"name": "kits.gym_worlds:Words"}}, "laid flat"),
     ],
 )
 def test_what_it_cannot_have_is_refused(tmp_path, changes, why):
@@ -176,8 +177,8 @@ def test_what_it_cannot_have_is_refused(tmp_path, changes, why):
 def test_a_world_that_breaks_is_no_reward(tmp_path):
     """It is played once more, then the episode has no score, which is counted."""
     with pytest.raises(EnvError, match="Broken' raised RuntimeError: a wheel"):
-        world, spaces = open_world("kits.control:Broken", {})
-        call_world("kits.control:Broken", world.step, spaces.action(np.float32([0, 0])))
+        world, spaces = open_world("kits.gym_worlds:Broken", {})
+        call_world("kits.gym_worlds:Broken", world.step, spaces.action(np.float32([0, 0])))
 
 
 @pytest.mark.slow
@@ -185,7 +186,7 @@ def test_worlds_on_threads_step_side_by_side(tmp_path):
     """Each waits for the other three, and the episodes are those of worlds on the event loop."""
     settings = {"loop__steps": 2, "run__checkpoint__every": 0, "recipe": CARTPOLE}
     for name, threads in (("Aim", False), ("Meeting", True)):
-        data = {"kind": "gym", "name": f"kits.control:{name}", "n": 50}
+        data = {"kind": "gym", "name": f"kits.gym_worlds:{name}", "n": 50}
         env = {"kind": "control", "turns": 12, "threads": threads}
         run(tmp_path / name, task__data=data, task__env=env, **settings)
     loop, threads = ([store.read_step(tmp_path / name, step) for step in (1, 2)] for name in ("Aim", "Meeting"))
@@ -198,7 +199,7 @@ def test_worlds_on_threads_step_side_by_side(tmp_path):
 
 def test_a_run_over_processes_has_the_bits_of_one_without(tmp_path):
     settings = {"loop__steps": 2, "run__checkpoint__every": 0, "recipe": CARTPOLE}
-    settings["task__data"] = {"kind": "gym", "name": "kits.control:Aim", "n": 50, "eval_seed": 1000, "eval_n": 2}
+    settings["task__data"] = {"kind": "gym", "name": "kits.gym_worlds:Aim", "n": 50, "eval_seed": 1000, "eval_n": 2}
     for n in (0, 2):
         run(tmp_path / str(n), task__env={"kind": "control", "turns": 12, "processes": n}, **settings)
     ours, theirs = final(tmp_path / "2"), final(tmp_path / "0")
@@ -209,15 +210,15 @@ def test_a_run_over_processes_has_the_bits_of_one_without(tmp_path):
 
 
 def test_a_world_on_a_thread_that_breaks_is_an_error_of_the_world():
-    env, world = Control(threads=True), open_hosted(WorldSource("kits.control:Broken", {}))
+    env, world = Control(threads=True), open_hosted(WorldSource("kits.gym_worlds:Broken", {}))
     with pytest.raises(EnvError, match="Broken' raised RuntimeError: a wheel"):
         asyncio.run(env._call(world.take, np.zeros((1, 2), np.float32), 1))
 
 
 def test_spaces_are_laid_flat_and_actions_stay_in_bounds():
-    world, spaces = open_world("kits.control:Choices", {"last": 2})
+    world, spaces = open_world("kits.gym_worlds:Choices", {"last": 2})
     shown, _ = world.reset(seed=1)
     assert spaces.flatten(shown).tolist() == [np.float32(world.aim), 0.0, 0.0, 1.0, 0.0]
     assert (spaces.observed, spaces.actions, spaces.action(np.float32([3]))) == (5, 4, 8)
-    _, spaces = open_world("kits.control:Aim", {})
+    _, spaces = open_world("kits.gym_worlds:Aim", {})
     assert spaces.action(np.float32([-3, 1.5])).tolist() == [-1.0, 1.5] and spaces.observed == 2

@@ -68,6 +68,7 @@ def test_a_step_is_recomputed_from_its_stored_rollouts(folder):
     assert len(same) > 10 and {name: found[name] for name in same} == {name: done[name] for name in same}
 
 
+@pytest.mark.slow
 def test_what_it_learned_is_told_from_its_stored_points(folder, capsys):
     with pytest.raises(SystemExit) as end:
         main(["bench", "flows", str(folder), "--steps", "2", "--json"])

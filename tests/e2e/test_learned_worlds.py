@@ -62,6 +62,7 @@ def test_the_model_learns_from_earlier_steps_too(folder):
         assert (remembered == 0) if done["step"] == 1 else 40 <= remembered < 60 + 12
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_what_was_drawn(folder):
     """Laws 4 and 5: densities are those of the weights that drew, or scored; a branch begins where the policy was, and
     its next observation is what the model drew."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kits.control import Column
+from kits.gym_worlds import Column
 from kits.runs import CARTPOLE, check, events, tiny
 from rondel.assemble import train
 from rondel.assemble.components import build
@@ -25,7 +25,7 @@ gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed:
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.toml"
 VISION = Path(__file__).parents[2] / "recipes" / "vision.toml"
 ENV = {"kind": "control", "actions": "tokens", "turns": 3, "bins": 4, "frames": True, "pixels": 28}
-DATA = {"kind": "gym", "name": "kits.control:Column", "n": 50}
+DATA = {"kind": "gym", "name": "kits.gym_worlds:Column", "n": 50}
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_a_model_that_looks_acts_in_a_world(tmp_path):
     rows = check(tmp_path / "run", staleness=0, total=2, size=3)
     assert all(e["metrics"]["train/gap_max"] < 1e-4 for e in events(tmp_path / "run", "StepDone"))
     tokenizer, _, _ = tokenizer_of(job.model.path)
-    world, bins = Column(render_mode="rgb_array"), TokenWorlds(bins=4)("kits.control:Column")()
+    world, bins = Column(render_mode="rgb_array"), TokenWorlds(bins=4)("kits.gym_worlds:Column")()
     for group in store.groups_of(store.read_step(tmp_path / "run", 1)):
         world.reset(seed=group.task.data["seed"])
         for t in group.trajectories:
@@ -80,7 +80,7 @@ def test_a_model_of_text_reads_numbers_and_acts(tmp_path):
 
 
 def test_what_is_written_is_the_middle_of_a_bin():
-    world = TokenWorlds(bins=4)("kits.control:Aim")()
+    world = TokenWorlds(bins=4)("kits.gym_worlds:Aim")()
     shown, _ = world.reset(seed=0)
     assert shown == " ".join(f"{number:.2f}" for number in (world.world.aim, 0.0))
     for said, wanted in (
@@ -90,16 +90,16 @@ def test_what_is_written_is_the_middle_of_a_bin():
         ("?", (0.25, 0.5)),
     ):
         assert world.read(said).tolist() == pytest.approx(wanted), said
-    counted = TokenWorlds()("kits.control:Choices")()
+    counted = TokenWorlds()("kits.gym_worlds:Choices")()
     assert [counted.read(said).tolist() for said in ("3", "4", "x")] == [[3.0], [3.0], [2.0]]
     with pytest.raises(ConfigError, match="without bounds"):
-        TokenWorlds()("kits.control:Boundless")()
+        TokenWorlds()("kits.gym_worlds:Boundless")()
     with pytest.raises(ConfigError, match="render"):
-        TokenWorlds(frames=True)("kits.control:Aim")()
+        TokenWorlds(frames=True)("kits.gym_worlds:Aim")()
 
 
 def test_an_action_is_written_as_it_is_read():
-    aim = TokenWorlds(bins=4)("kits.control:Aim")()
+    aim = TokenWorlds(bins=4)("kits.gym_worlds:Aim")()
     for said in ("0 3", "2 1", "3 0"):
         assert aim.write(aim.read(said)) == said
     assert aim.write([-9, 9]) == "0 3"

@@ -230,6 +230,7 @@ def test_an_image_stands_in_the_frame_that_the_processor_writes(kind, breaks, ce
     assert chat.trajectory.tokens[place.start : place.end] == [m.sight.placeholder] * cells
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3", MUTUAL])
 def test_image_tokens_that_attend_both_ways_are_noticed(kind):
     """Without those behind a token in its image the logprobs differ, in the trainer's pass and in the engine's."""

@@ -55,6 +55,7 @@ def step(order, number: int, results: dict[str, list[float]], *, backwards: bool
     order.on_event(StepDone(number, number, {}, {}, {}, ""))
 
 
+@pytest.mark.slow
 def test_priority_draws_in_proportion_to_what_fails():
     """Chi-square of 20,000 draws against (1 - s_i) / sum, s_i = i/10."""
     order = priority(TASKS, 3, floor=0.01)

@@ -152,6 +152,7 @@ def a_tensor_at_a_time(monkeypatch):
     monkeypatch.setattr(weight_receiver, "SLICE", -1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [("commit", "commit"), ("commit", "begin"), ("begin", "commit")])
 def test_deliveries_hold_in_every_order_with_one_fault(ways):
     found = explore(deliveries(*ways), faults=1)

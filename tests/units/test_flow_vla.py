@@ -133,6 +133,7 @@ def test_after_a_crash_a_chunk_is_taken_from_the_log_under_the_same_instruction_
     assert (drawn, anew) == (3, 1) and again[:2] == first[:2] and again[2] != first[2]
 
 
+@pytest.mark.slow
 def test_a_backbone_from_a_folder_keeps_its_weights_and_the_whole_survives_a_folder(tmp_path):
     vl = load_model({"random": "qwen2_5_vl", **vla_policy.backbone}, dtype="float32")
     vl.model.save_pretrained(tmp_path / "vl")

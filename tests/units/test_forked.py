@@ -1,5 +1,7 @@
 """Commands that tests fork begin with everything imported."""
 
+import pytest
+
 from kits import forked
 
 HAS = """
@@ -8,6 +10,7 @@ print([name in sys.modules for name in ("kits.preloaded", "torch", "transformers
 """
 
 
+@pytest.mark.slow
 def test_a_forked_command_imports_nothing_again(tmp_path, monkeypatch):
     """Otherwise each of some hundred tests takes seconds to import torch once more, and nothing says so."""
     monkeypatch.delenv("PYTHONPATH", raising=False)

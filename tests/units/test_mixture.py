@@ -56,6 +56,7 @@ def test_the_gradient_is_the_weighted_sum_of_each_row_on_its_own_samples():
     assert (whole - alone).norm() <= TOLERANCE * whole.norm()
 
 
+@pytest.mark.slow
 def test_no_stream_changes_the_weight_of_another():
     """Denominators of one row do not see the samples of the others: without the demonstrations the
     rest is what it was.

@@ -424,6 +424,7 @@ def test_what_is_sent_as_png_is_seen_as_it_was():
         )
 
 
+@pytest.mark.slow
 def test_an_unmodified_client_talks_about_a_picture_over_two_turns():
     """The real engine behind the gateway: the second request sends the picture again,
     and it is known again, not a branch.

@@ -173,6 +173,7 @@ class Fails:
         return 1
 
 
+@pytest.mark.slow
 def test_what_fails_is_told_and_tried_again_and_what_was_done_again_is_kept(file, whole, tmp_path):
     folder = tmp_path / "copy"
     os.system(f"cp -r {whole} {folder}")  # its record names checkpoints of the other folder, which are as good

@@ -168,6 +168,7 @@ def test_each_policy_is_trained_as_if_it_were_alone(kind):
     assert metric_meaning("critic/nothing") is None
 
 
+@pytest.mark.slow
 def test_what_one_agent_wrote_changes_no_other_policy():
     plain, other, algo = two_sided(), two_sided(), row("grpo")
     for t in (t for g in other for t in g.trajectories if t.policy == "critic"):

@@ -187,6 +187,7 @@ def test_an_episode_that_does_nothing_is_graded_once(tmp_path):
         play(Task("t/1", "repository", {"prompt": "x", "answer": ""}), "no", env=env)
 
 
+@pytest.mark.slow
 @needs_walls
 def test_each_call_is_logged_with_the_folder_behind_it(tmp_path):
     plain_task(tmp_path)

@@ -61,6 +61,7 @@ def compare(segments, dealing, rule, n):
     return ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("n", [2, 4])
 def test_each_rank_attends_as_one_would(monkeypatch, rule, n):

@@ -298,6 +298,7 @@ def test_a_box_of_a_service(provider, service, tmp_path):
     assert all("the-key" not in path for _, path, _ in Service.asked)
 
 
+@pytest.mark.slow
 def test_a_command_is_never_sent_twice(service, monkeypatch):
     client = providers.HttpClient("x", "http://127.0.0.1:1", {})
     pauses = []

@@ -259,6 +259,7 @@ def test_what_is_refused_leaves_the_database_as_it_is():
 # -- the user --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("short", [False, True])
 def test_the_scripted_user_and_a_right_agent_reach_every_goal(short):
     """200 seeded tasks: every gold reply is used, the user leaves, nothing is left to say."""

@@ -168,6 +168,7 @@ def test_bad_data_names_the_place_and_the_remedy(tmp_path, rows, more, message):
         load(kind="jsonl", path=lines(tmp_path, "train.jsonl", *rows), **more)
 
 
+@pytest.mark.slow
 def test_bad_sources_name_the_nearest(tmp_path):
     lines(tmp_path, "train.jsonl", {"prompt": "1", "answer": "2"})
     with pytest.raises(DataError, match=r"no file .*Did you mean 'train.jsonl'"):

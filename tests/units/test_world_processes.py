@@ -14,7 +14,7 @@ from rondel.generate.envs.worlds import WorldSource
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: rondel[control]")
 
-AIM = WorldSource("kits.control:Aim", {"last": 5})
+AIM = WorldSource("kits.gym_worlds:Aim", {"last": 5})
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ async def episode(world, seed):
     return told
 
 
-@pytest.mark.parametrize("name, args", [("kits.control:Aim", {"last": 5}), ("CartPole-v1", {})])
+@pytest.mark.parametrize("name, args", [("kits.gym_worlds:Aim", {"last": 5}), ("CartPole-v1", {})])
 def test_episodes_in_two_processes_have_the_bits_of_those_here(processes, name, args):
     """More of them than are asked for at once."""
     source = WorldSource(name, args)
@@ -65,7 +65,7 @@ def test_episodes_in_two_processes_have_the_bits_of_those_here(processes, name, 
 
 
 def test_pictures_come_through(processes):
-    source = WorldSource("kits.control:Column", {}, 24)
+    source = WorldSource("kits.gym_worlds:Column", {}, 24)
 
     async def look():
         return await (await processes.open(source)).reset(3)
@@ -79,9 +79,9 @@ def test_pictures_come_through(processes):
 @pytest.mark.parametrize(
     "name, error, why",
     [
-        ("kits.control:Broken", EnvError, "step of the world 'kits.control:Broken' raised RuntimeError: a wheel came off"),
-        ("kits.control:Nowhere", ConfigError, "Nowhere"),
-        ("kits.control:Words", ConfigError, "reads a space"),
+        ("kits.gym_worlds:Broken", EnvError, "step of the world 'kits.gym_worlds:Broken' raised RuntimeError: a wheel came off"),
+        ("kits.gym_worlds:Nowhere", ConfigError, "Nowhere"),
+        ("kits.gym_worlds:Words", ConfigError, "reads a space"),
     ],
 )  # fmt: skip
 def test_what_a_world_raises_is_raised_here_and_ends_no_other(processes, name, error, why):

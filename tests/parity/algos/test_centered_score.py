@@ -184,6 +184,7 @@ def test_answers_with_fewer_tokens_to_record_stand_in_one_batch(kind, knobs):
     assert together.norm() > 1e-4 and apart(gradient(t, b, algo, micro_tokens=1), together) <= 1e-6
 
 
+@pytest.mark.slow
 def test_what_the_engine_told_survives_the_store_and_the_buffer(tmp_path):
     made = drawn_groups(tiny(), {"behavior_top:3"})
     store.write_step(tmp_path, 1, made)
