@@ -202,6 +202,21 @@ def test_logprobs_and_entropies(dtype, rows_at_once, biased, plain, monkeypatch)
         close(got, want, dtype)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_gradients_of_logits_take_their_place(rows):
+    """bfloat16 rows are written over fp32 ones that nobody reads any more, whatever the number of threads."""
+    z, target, before = drawn(rows, 301, wide=3).detach(), torch.arange(rows), torch.get_num_threads()
+    terms = cpu_kernels.logprob_terms(z, target, 0.7)
+    pulls = drawn(rows, seed=1).detach(), drawn(rows, seed=2).detach()
+    want = cpu_kernels.logit_gradients(z.clone(), target, terms, pulls, 0.5, 0.7, dtype=FP32)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        own = z.clone()
+        got = cpu_kernels.logit_gradients(own, target, terms, pulls, 0.5, 0.7, dtype=BF16)
+        assert got.data_ptr() == own.data_ptr() and torch.equal(got, want.bfloat16())
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("rows_at_once", [100, 4])
 def test_every_pass_of_a_step_has_the_same_bits(rows_at_once, plain, monkeypatch):
     """A token's log-probability and entropy in a pass under truncated support, with teachers, with more tokens and with

@@ -167,26 +167,37 @@ void logprob_forward(const float *z, const int64_t *target, float *logprob, floa
     }
 }
 
-// dz of g · logprob + h · entropy, times `scale`; h may be null. `out` may be z
+// dz [V] of one row of z; `out` may be where z is
+template <class T>
+void logit_gradient(const float *z, int64_t target, float top, float log_total, float own, float away, float pull, T *out,
+                    int64_t size, float warmth, float scale) {
+    float v[VECTOR];
+    volatile float chosen = z[target] * warmth - top - log_total;  // read before it is written over as another type
+    for (int64_t at = 0; at < size; at += VECTOR) {
+        int64_t n = part(at, size);
+        read(z + at, n, v);
+        for (int i = 0; i < VECTOR; i++) {
+            float logp = v[i] * warmth - top - log_total, p = exponential(logp);
+            v[i] = p == 0.0f ? 0.0f : -scale * p * (away + pull * (logp + own));
+        }
+        write(v, n, out + at);
+    }
+    float p = exponential(chosen);
+    narrow(scale * (away - (p == 0.0f ? 0.0f : p * (away + pull * (chosen + own)))), out[target]);
+}
+
+// dz of g · logprob + h · entropy, times `scale`; h may be null. `out` is where z is: rows of bfloat16 are as many at a time
+// as went before them, and take the place of those that nobody reads any more
 template <class T>
 void logprob_backward(const float *z, const int64_t *target, const float *top, const float *log_total,
                       const float *entropy, const float *g, const float *h, T *out, int64_t rows, int64_t size,
                       float warmth, float scale, int threads) {
+    for (int64_t first = 0, count; first < rows; first += count) {
+        count = std::min(sizeof(T) < sizeof(float) ? std::max<int64_t>(first, 1) : rows, rows - first);
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
-        float pull = h ? h[row] : 0.0f, away = g[row], own = entropy[row], v[VECTOR];
-        float chosen = z[row * size + target[row]] * warmth - top[row] - log_total[row];
-        for (int64_t at = 0; at < size; at += VECTOR) {
-            int64_t n = part(at, size);
-            read(z + row * size + at, n, v);
-            for (int i = 0; i < VECTOR; i++) {
-                float logp = v[i] * warmth - top[row] - log_total[row], p = exponential(logp);
-                v[i] = p == 0.0f ? 0.0f : -scale * p * (away + pull * (logp + own));
-            }
-            write(v, n, out + row * size + at);
-        }
-        float p = exponential(chosen);
-        narrow(scale * (away - (p == 0.0f ? 0.0f : p * (away + pull * (chosen + own)))), out[row * size + target[row]]);
+        for (int64_t row = first; row < first + count; row++)
+            logit_gradient(z + row * size, target[row], top[row], log_total[row], entropy[row], g[row], h ? h[row] : 0.0f,
+                           out + row * size, size, warmth, scale);
     }
 }
 

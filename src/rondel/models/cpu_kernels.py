@@ -205,8 +205,8 @@ def logit_gradients(
     *,
     dtype: torch.dtype,
 ) -> Tensor:
-    """-> [M,V] in `dtype`: scale · dz of g · logprob + h · entropy for the grads (g, h); float32 in the place of z."""
-    out, target = z if dtype == z.dtype else torch.empty(z.shape, dtype=dtype), target.contiguous()
+    """-> [M,V] in `dtype`: scale · dz of g · logprob + h · entropy for the grads (g, h), in the place of z."""
+    out, target = z.view(dtype).flatten()[: z.numel()].view(z.shape), target.contiguous()
     of_logprob, of_entropy = (x if x is None else x.float().contiguous() for x in grads)
     assert of_logprob is not None
     library().rondel_logprob_backward(

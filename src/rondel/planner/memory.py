@@ -320,7 +320,10 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
         setting.activations,
         in_halves=setting.in_halves,
     )
-    chunk = 3 * 4 * min(tokens * s.vocab, LOGITS)
+    arrays = (
+        2 if setting.tiles else 3
+    )  # with its gradient in its place (models/cpu_kernels.py), and what packs the head
+    chunk = arrays * 4 * min(tokens * s.vocab, LOGITS)
     rows["gathered layers"] = {phase: whole if phase in ("logprob", "train") else 0.0 for phase in PHASES}
     rows["gradient of a layer"] = {"train": summed}
     if setting.four_bits:
