@@ -85,6 +85,7 @@ def test_bfloat16_is_loaded_proved_and_kept():
             {"random": "qwen3_moe", "num_experts": 4},
             "a qwen3_moe of 4 experts cannot send every token to 8 of them: set num_experts_per_tok",
         ),
+        ({"random": "llama", "seed": 1}, "6.5 billion parameters: give smaller ones, such as hidden_size = 64"),
         ({"random": "lama"}, "'lama'.*[Dd]id you mean.*llama"),
     ],
     ids=str,

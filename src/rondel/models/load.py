@@ -54,6 +54,8 @@ from rondel.models.routing_tape import RoutingTape, expert_count, fill_hash_rout
 from rondel.models.step_head import StepHead
 from rondel.models.vision_families import FAMILIES
 
+MOST_UNASKED = 200_000_000  # parameters of a random model whose table gives no size
+
 STEP_MODELS = ImportedOnUse(
     {
         FLOW_MLP: "rondel.models.flow.velocity_mlp:FlowMlp",
@@ -341,6 +343,8 @@ def _random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
 def _random_model(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, str]:
     kind, tokenizer = recipe.get("random"), random_tokenizer(recipe)
     config = _random_config(recipe, tokenizer)
+    if set(recipe) <= {"random", "seed"}:
+        _refuse_default_size(kind, config)
     with error_boundary(ModelError, f"making a random '{kind}'"):
         torch.manual_seed(recipe.get("seed", 0))
         model = auto_class(config).from_config(config, attn_implementation="eager")
@@ -348,6 +352,18 @@ def _random_model(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any,
             vision.fill_projections(model)
         fill_hash_routers(model)
     return model.to(dtype), tokenizer, f"random-{kind}"
+
+
+def _refuse_default_size(kind: Any, config: Any) -> None:
+    """Of a table without sizes: a family's default sizes are often those of its first large model."""
+    with error_boundary(ModelError, f"making a random '{kind}'"), torch.device("meta"):
+        count = sum(p.numel() for p in auto_class(config).from_config(config).parameters())
+    if count > MOST_UNASKED:
+        raise ModelError(
+            f"model.path = {{ random = '{kind}' }} has the default sizes of its family, {count / 1e9:.1f} billion "
+            "parameters: give smaller ones, such as hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, "
+            "num_attention_heads = 4, num_key_value_heads = 2"
+        )
 
 
 def _image_settings_folder(folder: str) -> Path | None:
