@@ -207,5 +207,6 @@ def _parse_model(text: str, best: bool = False) -> str | dict[str, Any]:
         return tomllib.loads(f"model = {text}")["model"]
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f'MODEL = {text} is no inline table: {error}. For example: {{ random = "llama", seed = 0 }}'
+            f'MODEL = {text} is no inline table: {error}. For example: {{ random = "llama", hidden_size = 64, '
+            "intermediate_size = 128, num_hidden_layers = 2, num_attention_heads = 4, num_key_value_heads = 2 }"
         ) from error

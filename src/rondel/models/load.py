@@ -55,6 +55,9 @@ from rondel.models.step_head import StepHead
 from rondel.models.vision_families import FAMILIES
 
 MOST_UNASKED = 200_000_000  # parameters of a random model whose table gives no size
+SMALL = (
+    "hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, num_attention_heads = 4, num_key_value_heads = 2"
+)
 
 STEP_MODELS = ImportedOnUse(
     {
@@ -361,8 +364,7 @@ def _refuse_default_size(kind: Any, config: Any) -> None:
     if count > MOST_UNASKED:
         raise ModelError(
             f"model.path = {{ random = '{kind}' }} has the default sizes of its family, {count / 1e9:.1f} billion "
-            "parameters: give smaller ones, such as hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, "
-            "num_attention_heads = 4, num_key_value_heads = 2"
+            f"parameters: give smaller ones, such as {SMALL}"
         )
 
 
