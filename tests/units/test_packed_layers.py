@@ -58,6 +58,16 @@ def test_products_of_pairs(widths, inside):
     assert cpu_kernels.pair_product(x[:0], packed, None, sum(widths)).shape == (0, sum(widths))
 
 
+@pytest.mark.parametrize("widths", [(48, 16, 32), (37,), (16, 16)])
+def test_packed_into_a_room_they_are_what_they_are_alone(widths):
+    weights = [numbers(n, 66, seed=n) for n in widths]
+    room = torch.full((cpu_kernels.packed_size(weights),), float("nan"), dtype=bf16)
+    packed = cpu_kernels.pack_words(weights, room=room)
+    assert packed.data_ptr() == room.data_ptr() and torch.equal(packed, cpu_kernels.pack_words(weights))
+    if sum(widths) % 32:
+        assert not room.view(len(packed), -1, 32, 2)[-1, :, sum(widths) % 32 :].any()
+
+
 def test_more_rows_than_one_reading_of_the_weights_takes():
     x, w = numbers(450, 64), numbers(80, 64, seed=1)
     whole = cpu_kernels.pair_product(x, cpu_kernels.pack_words([w]), None, 80)
@@ -208,9 +218,12 @@ def test_where_the_one_call_differs_the_modules_stay(dtype, monkeypatch):
     told = []
     forget = subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
     plain = packed_layers._packed_parts
-    monkeypatch.setattr(
-        packed_layers, "_packed_parts", lambda layer: plain(layer)[:7] + plain(layer)[:1] + plain(layer)[8:]
-    )
+
+    def with_the_first_norm_twice(layer, rooms):
+        parts = plain(layer, rooms)
+        return [*parts[:7], parts[0], *parts[8:]]
+
+    monkeypatch.setattr(packed_layers, "_packed_parts", with_the_first_norm_twice)
     layers = PackedLayers(loaded)
     ours = logprobs(loaded, layers.hidden_states)
     forget()

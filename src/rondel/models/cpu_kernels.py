@@ -433,14 +433,23 @@ def _have_equal_bits() -> bool:
 # -- products of words: an fp32 number, or two bfloat16 numbers of a row -----------------------------------
 
 
-def pack_words(weights: list[Tensor], *, in_turns: bool = False) -> Tensor:
+def packed_size(weights: list[Tensor]) -> int:
+    """Numbers of their panels."""
+    return -(-sum(-(-len(w) // HALF) for w in weights) // 2) * WIDTH * weights[0].shape[1]
+
+
+def pack_words(weights: list[Tensor], *, in_turns: bool = False, room: Tensor | None = None) -> Tensor:
     """Weights [O_i, I] of one dtype, I even in bfloat16, of which all but the last have a multiple of 16 outputs ->
     [panels, I, 32] in fp32, [panels, I / 2, 32, 2] in bfloat16. `in_turns`: 16 outputs of each of two at a time.
+    `room`: memory of `packed_size` numbers to lie in.
     """
     weights, dtype = [w.detach().contiguous() for w in weights], weights[0].dtype
     units, joined = [-(-len(w) // HALF) for w in weights], 4 // dtype.itemsize
     words = weights[0].shape[1] // joined
-    panels = torch.zeros(-(-sum(units) // 2), words, WIDTH, *([joined] if joined > 1 else []), dtype=dtype)
+    room = torch.empty(packed_size(weights), dtype=dtype) if room is None else room
+    panels = room.view(-1, words, WIDTH, *([joined] if joined > 1 else []))
+    if sum(units) % 2 or len(weights[-1]) % HALF:
+        panels[-1].zero_()
     for i, weight in enumerate(weights):
         first, stride = (i, len(weights)) if in_turns else (sum(units[:i]), 1)
         library().rondel_pack_words(

@@ -15,6 +15,7 @@ template <class T> constexpr int64_t JOINED = sizeof(int32_t) / sizeof(T);  // n
 constexpr int64_t WIDTH = 32;  // outputs of a panel: two registers
 constexpr int64_t HALF = 16;   // outputs of a register
 constexpr int64_t TILE = 12;   // rows: with 32 outputs three quarters of all registers hold sums
+constexpr int64_t AHEAD = 4096;  // bytes of a panel that are asked for before they are multiplied
 constexpr int64_t MOST = 192;  // rows that are computed over one reading of the weights
 
 // sums [R, WIDTH] of a panel over rows that are `step` numbers apart, whose words are `stride` words apart
@@ -29,8 +30,10 @@ inline void tile_sums(const T *x, int64_t step, const T *panel, int64_t words, f
     for (int r = 0; r < R; r++) held[r][0] = held[r][1] = _mm512_setzero_ps();
     for (int64_t k = 0; k < words; k++, panel += J * WIDTH) {
         __m512i low = _mm512_loadu_si512(panel), high = _mm512_loadu_si512(panel + J * HALF);
-        __builtin_prefetch((const char *)panel + 1024);
-        __builtin_prefetch((const char *)panel + 1088);
+        if (R > 4) {  // fewer rows only wait for memory, whose own prefetching is the better one then
+            __builtin_prefetch((const char *)panel + AHEAD);
+            __builtin_prefetch((const char *)panel + AHEAD + 64);
+        }
         for (int r = 0; r < R; r++) {
             int32_t word;
             memcpy(&word, x + r * step + J * stride * k, sizeof word);

@@ -111,7 +111,7 @@ class PackedLayers:
             self._held = []
             for copies in (copies for layer in self._layers for copies in packed_linears(layer)):
                 copies.drop_packed()  # made by a pass through the modules, as when the model was loaded
-            self._held = [_packed_parts(layer) for layer in self._layers]
+            self._held = _packed_layers(self._layers)
             self._stamp = stamp
         return True
 
@@ -357,22 +357,46 @@ def _head_norms(attention: Any) -> list[Any]:
 PRODUCTS = (1, 5, 8, 9)  # of the parts below, those that are copies
 
 
-def _packed_parts(layer: Any) -> list[Tensor | None]:
-    """As LayerParts in cpu_layers.cpp names them, up to the cache."""
+def _packed_layers(layers: list[Any]) -> list[list[Tensor | None]]:
+    """In one piece of memory: its pages are those of a large tensor, 2 MB, where a matrix alone would have pages of
+    4 KB. One request reads all of them for every token.
+    """
+    sizes = [cpu_kernels.packed_size(weights) for layer in layers for weights in _products(layer)]
+    room = torch.empty(sum(sizes), dtype=layers[0].input_layernorm.weight.dtype)
+    rooms = iter(room.split(sizes))
+    return [_packed_parts(layer, [next(rooms) for _ in PRODUCTS]) for layer in layers]
+
+
+def _products(layer: Any) -> list[list[Tensor]]:
+    """Weights that are multiplied at once."""
     attention, mlp = layer.self_attn, layer.mlp
+    joined = [attention.q_proj, attention.k_proj, attention.v_proj]
+    return [
+        [one.weight for one in own]
+        for own in (joined, [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj])
+    ]
+
+
+def _packed_parts(layer: Any, rooms: list[Tensor]) -> list[Tensor | None]:
+    """As LayerParts in cpu_layers.cpp names them, up to the cache."""
+    attention = layer.self_attn
     joined = [attention.q_proj, attention.k_proj, attention.v_proj]
     biases = None if joined[0].bias is None else torch.cat([one.bias.detach() for one in joined]).float()
     q_norm, k_norm = [norm.weight.detach() for norm in _head_norms(attention)] or (None, None)
     out = attention.o_proj
+    first, second, gated, last = (
+        cpu_kernels.pack_words(weights, in_turns=at == 2, room=room)
+        for at, (weights, room) in enumerate(zip(_products(layer), rooms, strict=True))
+    )
     return [
         layer.input_layernorm.weight.detach(),
-        cpu_kernels.pack_words([one.weight for one in joined]),
+        first,
         biases,
         q_norm,
         k_norm,
-        cpu_kernels.pack_words([out.weight]),
+        second,
         None if out.bias is None else out.bias.detach().float(),
         layer.post_attention_layernorm.weight.detach(),
-        cpu_kernels.pack_words([mlp.gate_proj.weight, mlp.up_proj.weight], in_turns=True),
-        cpu_kernels.pack_words([mlp.down_proj.weight]),
+        gated,
+        last,
     ]
