@@ -21,17 +21,21 @@ from rondel.core.config.place import PlaceConfig
 from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
 from rondel.core.events import GroupFinished, subscribe
 from rondel.core.mesh import Mesh
+from rondel.core.tensor_parts import TensorPart
 from rondel.core.types import Begin, Completion, Request, Sampling
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models import names
 from rondel.models.linear import packed_linears
 from rondel.models.save import save_model
+from rondel.models.shard_cut import part_of
+from rondel.models.tensor_parallel import check_tensor_parallel
 from rondel.sync.delta import Delta
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
+from rondel.sync.transfer_plan import plan_transfer
 from rondel.sync.update import WeightUpdate
 
 pytestmark = pytest.mark.slow
@@ -374,6 +378,47 @@ def test_experts_whole_on_some_process_each(mixtures, kind, tmp_path):
         assert asyncio.run(updater_of(trainer)(trainer, ours)) == version
         told, true = (asyncio.run(all_of(e, mixed(4))) for e in (ours, engine(twin(trainer.loaded))))
         assert [a.tokens for a in told] == [b.tokens for b in true]
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    covering(
+        [Mesh(tp=2), Mesh(shards=2, tp=2), Mesh(pp=2, tp=2), Mesh(shards=2), Mesh(replicas=2, tp=2)],
+        [Mesh(shards=2, tp=2)],
+    ),
+    ids=str,
+)
+def test_a_trainer_that_cuts_experts_hands_over_to_an_engine_that_lays_them_apart(mixtures, mesh):
+    """Each rank of the engine pulls its part of attention and its experts whole, of what the trainer's ranks have cut by tp:
+    exact by digest, and as many bytes as the plan of copies has.
+    """
+    e = mixtures.of("qwen3_moe", transports={"ipc": FromIpc()})
+    loaded, cuts = whole("qwen3_moe"), e.loaded.lead.part.cuts.cuts
+    trainer = ShardedPublisher(loaded, mesh, check_tensor_parallel(loaded.model, mesh.tp))
+    update = updater_of(trainer)
+    shapes = {name: TensorPart.whole(t.shape) for name, t in trainer.loaded.model.named_parameters()}
+
+    async def main():
+        for version in (1, 2):
+            trainer.train()
+            assert await update(trainer, e) == version == e.version
+            ours, theirs = await all_of(e, mixed(2)), await all_of(engine(twin(trainer.loaded)), mixed(2))
+            assert [a.tokens for a in ours] == [b.tokens for b in theirs]
+        mine = {name: part_of(shape, cuts.get(name), 2, 0) for name, shape in shapes.items()}
+        planned = sum(copy.bytes for copy in plan_transfer(trainer.held, [mine], dict.fromkeys(shapes, 4)))
+        read = e.arrivals._transports["ipc"].reader.bytes_read
+        assert (
+            read
+            == planned
+            == 4 * sum(part.numel for part in mine.values())
+            < 0.6 * 4 * sum(part.numel for part in shapes.values())
+        )
+        experts = [name for name in cuts if ".experts." in name]
+        assert experts and all(mine[name].shape[0] == shapes[name].shape[0] // 2 for name in experts), "each lies whole"
+        idle(e)
+
+    asyncio.run(main())
+    trainer.close()
 
 
 def test_a_dense_model_has_no_experts_to_lay_apart(mixtures):
