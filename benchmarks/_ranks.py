@@ -154,14 +154,21 @@ class RankTrainer:
         """Of weights, gradients and both moments of the policy, in fp32, on this rank."""
         return 16 * sum(m.numel() for m in self.trainer.weights.masters)
 
-    def stage_bytes(self, stages: int, chunks: int) -> int:
-        """The same of the fullest of so many stages, where all ranks of a stage were one."""
+    def planned_bytes(self, mesh: Any) -> int:
+        """The same of the fullest rank of a mesh, by what tp cuts and which layers a stage has, of this whole model."""
         from rondel.models.layer_split import layers_of_stage
+        from rondel.models.tensor_parallel import check_tensor_parallel
 
         loaded = self.trainer.loaded
-        size = {name: p.numel() for name, p in loaded.model.named_parameters()}
-        held = [layers_of_stage(loaded.model, loaded.decoder, stages, i, chunks=chunks).held for i in range(stages)]
-        return 16 * max(sum(size[name] for name in names) for names in held)
+        apart = check_tensor_parallel(loaded.model, mesh.tp).keys()
+        size = {}
+        for name, p in loaded.model.named_parameters():
+            cut = name in apart or (p.ndim > 1 and ".layers." not in name) or (mesh.ep > 1 and ".experts." in name)
+            size[name] = p.numel() / (mesh.tp if cut else 1)
+        stages = [
+            layers_of_stage(loaded.model, loaded.decoder, mesh.pp, i, chunks=mesh.chunks).held for i in range(mesh.pp)
+        ]
+        return round(16 * max(sum(size[name] for name in held) for held in stages) / (mesh.shards * mesh.cp))
 
     def gradient(self, batch: Any, algo: Any, micro_tokens: int) -> tuple[np.ndarray, dict[str, int], int]:
         """Of one update, whole, in one vector; the bytes that this rank moved for it; the packed tokens that it saw."""

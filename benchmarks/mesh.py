@@ -5,28 +5,33 @@
 
 difference   |g - g1| / |g1| of the update's whole gradient, fp32, the largest over ranks and sizes of micro-batch
 of_one_rank  the same of one rank that computes in smaller micro-batches: what rounding alone makes of this model
-held         bytes of weights, gradients and both moments on the fullest rank, and of one rank / (shards · cp · tp); with
-             pp of the fullest stage, whose layers are whole ones
-moved        bytes that a rank receives in one update, mean over the ranks, of one micro-batch (`in_parts`: of several, of
-             at most 60 tokens)
+held         bytes of weights, gradients and both moments on the fullest rank
+planned      the same by the plan of cuts: what tp cuts / tp, and what it leaves whole, / (shards · cp); with pp of the fullest
+             stage, whose layers are whole ones
+moved        bytes that a rank receives in one update of the policy, mean over the ranks, of one micro-batch (`in_parts`: of
+             several, of at most 60 tokens)
 formula      the same by the sum of what each axis moves, L layers of two parts, D wide, of P numbers, T packed tokens and M
              targets of one data rank, 4 bytes each, where n is the size of the axis:
              shards   m (3 P) (n-1)/n over shards · cp      gather for the forward and the backward pass, scatter of gradients
                       (what lies at the root is gathered once: 2 P)
              replicas 2 P (n-1)/n of a shard's numbers      sum of its gradients
              tp, sp   ((8 L + 2) T D + 2 T D + 2 M D + 8 M) (n-1)/n     borders of parts and of the run of layers, embedding,
-                      head, four sums a target; of matrices, vocabulary, keys and values / n; round a ring (overlap) as many
+                      head, four sums a target (six under a cap of logits, whose softmax is computed again); of matrices,
+                      vocabulary, keys and values / n; round a ring (overlap) as many. A part that tp leaves whole, as a
+                      recurrent layer, has 2 T D of 4 with sp and nothing without
              cp       6 L S K d (n-1)/n     K, V gathered twice and scattered once, of the S tokens that are shared
                       (core/row_split.py): none of short families, all of one long sample (--long); T / n, M / n
                       with cp_attention=ring K, V of the R tokens that arrive somewhere travel twice, and their gradients
                       once: 6 L R K d / n, where R is S (n-1) / 2 of one long sample (core/ring_blocks.py), in place of S (n-1)
+                      of a recurrent layer 2 S W (n-1)/n     the W numbers a token of its convolution and its rule, gathered
+                      and their gradients scattered
              pp       2 T D (n v-1)/n + M (n-1)/n     states forward, their gradient back, of v chunks; logprobs to all;
-                      L / n, embedding and head once; of tp a run of layers a chunk
+                      L / n, embedding and head once (a tied one at both ends); of tp a run of layers a chunk
              ep       4 k L T D (n-1)/n and experts over shards · cp · tp / n     k rows of each token to its experts and
                       back, in both passes: where the router sends tokens evenly, which an untrained one does not quite
-             Left out: what data ranks tell each other of their tokens, and sums of norms whose matrices are cut: below 1 %.
-             Of a row without a critic. Of flow_video, whose samples lie over cp and whose modulations tp leaves whole, that
-             of `rondel plan` (planner/flow_cost.py), `held` as well.
+             Left out: what data ranks tell each other of their tokens, rows that fill up uneven shards, and sums of norms
+             whose matrices are cut: below 1 %. Of flow_video, whose samples lie over cp and whose modulations tp leaves
+             whole, that of `rondel plan` (planner/flow_cost.py), `held` as well.
 All ranks are processes of this machine over gloo: their speed says little of devices, and is measured on request alone,
 
     rondel bench mesh --meshes tp=2 tp=2,overlap=true --families llama --rows grpo --hidden 512 --pairs 12
@@ -41,6 +46,7 @@ import copy
 import math
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +68,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "flow_video": {"frames": 4, "height": 8, "width": 8, "hidden_size": 64, "intermediate_size": 192}
     | {"num_hidden_layers": 3, "num_attention_heads": 4},
 }
-VOCABULARY = 100  # of random models
-FORMULAS = ("llama", "tied", "deep", "qwen3_moe")
 FLOW = "flow_video"
 FLOW_ROW = "flow_grpo"  # the row that a flow is trained with
 MESHES = [
@@ -162,9 +166,9 @@ def _difference(got: Any, whole: Any) -> float:
     return float(((got - whole) ** 2).sum() ** 0.5 / (whole**2).sum() ** 0.5)
 
 
-def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, dict[tuple[int, int], int], float]]:
-    """Of a family and a row: the row, its batch, the gradient of one rank, the bytes that it and that one of so many stages
-    holds, and how far its own gradient moves when the same rank computes it in smaller micro-batches.
+def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, Any, float]]:
+    """Of a family and a row: the row, its batch, the gradient of one rank, that rank, and how far its own gradient moves when
+    it computes it in smaller micro-batches.
     """
     from _ranks import RankTrainer, lively_model, synthetic_chains, synthetic_groups
 
@@ -184,12 +188,7 @@ def _alone(a: argparse.Namespace) -> dict[tuple[str, str], tuple[Any, Any, Any, 
             one.make(_spec(family), algo)
             whole = one.gradient(copy.deepcopy(batch), algo, 10**6)[0]
             split = _difference(one.gradient(copy.deepcopy(batch), algo, 60)[0], whole)
-            layers = MODELS[family]["num_hidden_layers"]
-            stages = {(1, 1): one.held_bytes()}
-            if family != FLOW:
-                sizes = [(n, v) for n in range(1, layers + 1) for v in (1, 2, 3) if n * v <= layers]
-                stages |= {(n, v): one.stage_bytes(n, v) for n, v in sizes}
-            found[family, name] = algo, batch, whole, stages, split
+            found[family, name] = algo, batch, whole, one, split
     return found
 
 
@@ -215,7 +214,7 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
         try:
             ranks = [cluster.spawn(f"rank-{r}", RankTrainer, r) for r in range(mesh.world)]
             every("join", ranks[0].now("meet"), mesh)
-            for (family, name), (algo, batch, whole, held, split) in alone.items():
+            for (family, name), (algo, batch, whole, one, split) in alone.items():
                 if mesh.ep > 1 and "num_experts" not in MODELS[family]:
                     continue  # a dense model has nothing that could lie apart
                 if mesh.pp * mesh.chunks > MODELS[family]["num_hidden_layers"] or (
@@ -233,15 +232,16 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
                     "difference": max(differences),
                     "of_one_rank": split,
                     "held": max(every("held_bytes")),
-                    "planned": round(held[mesh.pp, mesh.chunks] / (mesh.shards * mesh.cp * mesh.tp)),
                     "moved": round(moved[10**6]),
                     "moved_in_parts": round(moved[60]),
                 }
                 if family == FLOW:
                     cell["planned"], cell["formula"] = _flow_formulas(mesh, family, batch)
-                elif family in FORMULAS and name not in ("ppo", "reinforce_pp"):
-                    size, counted = MODELS[family], (tokens, batch.total_tokens)
-                    cell["formula"] = round(bytes_of_axes(mesh, size, *counted, _shared(mesh, batch, size)))
+                else:
+                    cell["planned"] = one.planned_bytes(mesh)
+                    cell["formula"] = round(
+                        bytes_of_axes(mesh, ModelNumbers.of(one.trainer.loaded, mesh), batch, tokens)
+                    )
                 cells[f"{family} {name}"] = cell
                 print(f"{mesh!s:<28} {family:<13} {name:<13} {cell}", file=sys.stderr, flush=True)
         finally:
@@ -249,37 +249,78 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
     return cells
 
 
-def bytes_of_axes(mesh: Any, size: dict[str, Any], tokens: int, targets: int, shared: int) -> float:
-    """Bytes of one rank in an update of one micro-batch a data rank, mean over the ranks: the sum of what each axis moves,
-    of a decoder in fp32 whose heads tp divides.
+@dataclass
+class ModelNumbers:
+    """What a model has of everything that an axis moves, in numbers of one rank of tp.
 
-    tokens, targets, shared   packed, trained, and those whose keys and values come to a rank of cp, summed over its
-                              ranks, of the whole batch
+    layers   parameters of all layers but experts that lie apart        experts   these, of all ranks
+    root     of embedding, last norm and head
+    cut      parts of layers that tp cuts, whole   and those that it does not
+    keys     of a token's keys and values, in all layers that attend
+    scanned  of what a token gives the convolutions and the rules of recurrent layers
+    sums     over the vocabulary of each target
     """
-    layers, hidden, n = size["num_hidden_layers"], size["hidden_size"], mesh.shards * mesh.cp
-    keys, heads = (2 * size[f"num_{kind}_heads"] * size["head_dim"] for kind in ("key_value", "attention"))
-    each, router, apart = hidden * (heads + keys) / mesh.tp + 2 * hidden, 0, 0.0
-    if count := size.get("num_experts", 0):
-        router, apart = count * hidden + 2 * size["head_dim"], count * 3 * hidden * size["moe_intermediate_size"]
-    else:
-        each += 3 * hidden * size["intermediate_size"] / mesh.tp
-    if mesh.ep == 1:  # experts are cut like any matrix
-        each, apart = each + apart / mesh.tp, 0.0
-    each += router
-    # embedding, head, last norm
-    root = (1 if size.get("tie_word_embeddings") else 2) * VOCABULARY * hidden / mesh.tp + hidden
-    rows, chosen, run = tokens / mesh.data / mesh.cp, targets / mesh.data / mesh.cp, shared / mesh.data
-    moved = _received(n) * (3 * layers * each + 2 * root) / mesh.pp
-    moved += _received(n * mesh.tp // mesh.ep) * 3 * layers * apart / mesh.ep / mesh.pp
-    moved += 2 * _received(mesh.replicas) * (layers * (each / n + apart / (n * mesh.tp)) + root / n) / mesh.pp
-    moved += 3 * layers / mesh.pp * run / mesh.cp * keys / mesh.tp
-    moved += 2 * rows * hidden * (mesh.pp * mesh.chunks - 1) / mesh.pp + _received(mesh.pp) * chosen
+
+    hidden: int
+    layers: float = 0.0
+    experts: float = 0.0
+    root: float = 0.0
+    cut: int = 0
+    whole: int = 0
+    keys: float = 0.0
+    scanned: float = 0.0
+    sums: int = 8
+    chosen: int = 0
+
+    @classmethod
+    def of(cls, loaded: Any, mesh: Any) -> ModelNumbers:
+        from rondel.models.tensor_parallel import check_tensor_parallel
+
+        model, c = loaded.model, loaded.model.config.get_text_config()
+        cuts = check_tensor_parallel(model, mesh.tp)
+        found = cls(c.hidden_size, chosen=getattr(c, "num_experts_per_tok", 0), sums=12 if loaded.head.softcap else 8)
+        for name, p in model.named_parameters():
+            if ".layers." not in name:
+                found.root += p.numel() / (mesh.tp if p.ndim > 1 else 1)
+            elif mesh.ep > 1 and ".experts." in name:
+                found.experts += p.numel()
+            else:
+                found.layers += p.numel() / (mesh.tp if name in cuts else 1)
+        if mesh.pp > 1 and c.tie_word_embeddings:  # at both ends
+            found.root += model.get_input_embeddings().weight.numel() / mesh.tp
+        kinds = getattr(c, "layer_types", None) or ["attention"] * c.num_hidden_layers
+        for kind in kinds:
+            if kind == "linear_attention":
+                keys, values = c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads
+                values *= c.linear_value_head_dim
+                found.scanned += 2 * (2 * keys + values) + 2 * c.linear_num_value_heads
+                found.whole += 1
+            else:
+                found.keys += 2 * c.num_key_value_heads * c.head_dim / mesh.tp
+                found.cut += 1
+        found.cut += len(kinds)
+        return found
+
+
+def bytes_of_axes(mesh: Any, model: ModelNumbers, batch: Any, tokens: int) -> float:
+    """Bytes of one rank in an update of one micro-batch a data rank, mean over the ranks: the sum of what each axis moves,
+    of a decoder in fp32 whose heads tp divides. `tokens`: packed, of all data ranks.
+    """
+    n, targets = mesh.shards * mesh.cp, batch.total_tokens
+    rows, chosen = tokens / mesh.data / mesh.cp, targets / mesh.data / mesh.cp
+    moved = _received(n) * (3 * model.layers + 2 * model.root) / mesh.pp
+    moved += _received(n * mesh.tp // mesh.ep) * 3 * model.experts / mesh.ep / mesh.pp
+    moved += 2 * _received(mesh.replicas) * ((model.layers + model.root) / n + model.experts / (n * mesh.tp)) / mesh.pp
+    around, gathered = (_shared(mesh, batch, model.hidden, ring) for ring in (mesh.cp_attention == "ring", False))
+    moved += (3 * model.keys * around + 2 * model.scanned * gathered) / mesh.pp / mesh.data / mesh.cp
+    moved += 2 * rows * model.hidden * (mesh.pp * mesh.chunks - 1) / mesh.pp + _received(mesh.pp) * chosen
     if mesh.tp > 1:
-        passes = (8 * layers / mesh.pp + 2 * mesh.chunks * mesh.sp) * rows + 2 * (rows + chosen) / mesh.pp
-        moved += _received(mesh.tp) * (passes * hidden + 8 * chosen / mesh.pp)
+        passes = (4 * model.cut + 2 * model.whole * mesh.sp) / mesh.pp + 2 * mesh.chunks * mesh.sp
+        at_ends = 2 * (rows + chosen) * model.hidden + model.sums * chosen
+        moved += _received(mesh.tp) * (passes * rows * model.hidden + at_ends / mesh.pp)
     if mesh.ep > 1:
-        sent = size["num_experts_per_tok"] * rows / mesh.tp * hidden
-        moved += 4 * _received(mesh.ep) * layers / mesh.pp * sent
+        layers = model.cut / 2
+        moved += 4 * _received(mesh.ep) * layers / mesh.pp * model.chosen * rows / mesh.tp * model.hidden
     return 4 * moved
 
 
@@ -288,8 +329,10 @@ def _received(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _shared(mesh: Any, batch: Any, size: dict[str, Any]) -> int:
-    """Tokens whose keys and values come to a rank that has others, summed over the ranks, in the rows of all data ranks."""
+def _shared(mesh: Any, batch: Any, hidden: int, ring: bool) -> int:
+    """Tokens whose keys and values come to a rank of cp that has others, summed over the ranks, in the rows of all data
+    ranks: round a ring, or gathered.
+    """
     from rondel.core.ring_blocks import ring_tokens
     from rondel.core.row_split import PRODUCTS, deal_row
     from rondel.train.pack import micro_batches
@@ -298,8 +341,7 @@ def _shared(mesh: Any, batch: Any, size: dict[str, Any]) -> int:
     packs = (packed for rank in range(mesh.data) for packed in micro_batches(batch, 10**6, rank=rank, **how))
     found = 0
     for segments in (packed.layout.segments for packed in packs):
-        dealing = deal_row(segments, mesh.cp, PRODUCTS * size["hidden_size"])
-        ring = mesh.cp_attention == "ring"
+        dealing = deal_row(segments, mesh.cp, PRODUCTS * hidden)
         found += ring_tokens(segments, dealing) if ring else (mesh.cp - 1) * dealing.shared_tokens
     return found
 

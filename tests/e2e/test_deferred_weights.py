@@ -5,6 +5,7 @@ the memory of a share.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,10 @@ from rondel.core.mesh import Mesh
 from rondel.models.deferred_weights import DeferredWeights
 from rondel.models.load import load_model
 from rondel.models.save import save_model
+from rondel.planner.hardware import find_hardware
+from rondel.planner.layout import parallel_layouts
+from rondel.planner.shapes import model_shape
+from rondel.planner.workload import Workload
 
 pytestmark = pytest.mark.slow
 NOTES = 40 << 10  # bytes of a random state, and of what ranks tell each other of some twenty tensors
@@ -221,6 +226,32 @@ def test_a_rank_trains_within_its_share_of_18_bytes_a_weight_and_a_block(ranks, 
     algo, how = row("grpo"), {"dtype": "bfloat16", "recompute": "layers", "micro_tokens": 16}
     for most in ranks(mesh).step_counted(batch(awkward_groups()[3:4], algo), algo, f"from {tmp_path}", **how):
         assert 16 * share < most <= 18 * share + 12 * layer / mesh.tp
+
+
+DEEP = WIDE | {"num_hidden_layers": 8}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 64}
+PEAKS = [
+    *((mesh, DEEP) for mesh in (Mesh(shards=2), Mesh(pp=2), Mesh(cp=2), Mesh(tp=2), Mesh(pp=2, shards=2))),
+    *((mesh, WIDE | EXPERTS | {"random": "qwen3_moe"}) for mesh in (Mesh(shards=2, ep=2), Mesh(tp=2, ep=2))),
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "spec"),
+    covering(PEAKS, [PEAKS[1], PEAKS[2], PEAKS[5]]),
+    ids=lambda x: str(x) if isinstance(x, Mesh) else x["random"],
+)
+def test_the_peak_of_a_rank_is_what_the_planner_says_of_its_layout(ranks, tmp_path, mesh, spec):
+    """Within 15 %, counted from loading to the end of a second step, in fp32, of the fullest rank."""
+    loaded = load_model(spec)
+    save_model(loaded, tmp_path, {n: p.detach() for n, p in loaded.model.state_dict().items()})
+    algo, how = row("grpo"), {"dtype": "float32", "recompute": "layers", "micro_tokens": 16}
+    found = ranks(mesh).step_counted(batch(awkward_groups()[3:4], algo), algo, f"from {tmp_path}", **how)
+    few = {"prompts": 1, "group": 1, "prompt": 8, "output": 8, "mean": 8, "micro": 16, "recompute": "layers"}
+    asked = Workload(model_shape(spec), find_hardware("h100"), gpus=mesh.world, width=4, **few)
+    asked = replace(asked, prompt=8192) if mesh.cp > 1 else asked  # which has no layout of less
+    [layout] = [each for each in parallel_layouts(asked) if each.mesh == mesh]
+    assert max(found) == pytest.approx(layout.memory, rel=0.15)
 
 
 def test_a_full_disk_of_one_rank_is_everyones(ranks, tmp_path):

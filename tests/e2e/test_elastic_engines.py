@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import tomli_w
@@ -24,9 +24,11 @@ CORRECTION = {"algo__correction": {"kind": "importance"}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", covering(["process", "ray"], ["process"]))
-def test_one_joins_after_step_3_and_leaves_three_steps_later(tmp_path, monkeypatch, cluster):
-    """The run waits for it two steps after it was asked for, and two after it was told to go."""
+@pytest.mark.parametrize(
+    ("cluster", "tp"), covering([("process", 1), ("process", 2), ("ray", 1)], [("process", 1), ("process", 2)])
+)
+def test_one_joins_after_step_3_and_leaves_three_steps_later(tmp_path, monkeypatch, cluster, tp):
+    """Of one process each, or of two that share every matrix, which end with it. The run waits for it two steps after it was asked for, and two after it was told to go."""
     monkeypatch.setattr(elastic_engines, "EVERY", 0.05)
     said, joined, done = [], [0], [0]
 
@@ -54,7 +56,8 @@ def test_one_joins_after_step_3_and_leaves_three_steps_later(tmp_path, monkeypat
     forget = subscribe(hear)
     try:
         with local_ray(4) if cluster == "ray" else nullcontext():
-            job = tiny(tmp_path, loop__steps=12, place__cluster=cluster, **SPLIT, **CORRECTION)
+            engines = {"place__engines": {"tp": tp}} if tp > 1 else {}
+            job = tiny(tmp_path, loop__steps=12, place__cluster=cluster, **engines, **SPLIT, **CORRECTION)
             train(job, quiet=True, built=built)
     finally:
         forget()
@@ -64,6 +67,14 @@ def test_one_joins_after_step_3_and_leaves_three_steps_later(tmp_path, monkeypat
     drawn = [path for path in (tmp_path / "wal" / "engine-1").iterdir() if os.stat(path).st_size > 200]
     assert len(drawn) >= 2, "it has written, under several versions"
     assert all(e["probe_gap"] < 1e-3 for e in events(tmp_path, "Synced"))
+    logs = {path.name for path in (tmp_path / "logs").iterdir()}
+    assert tp == 1 or {f"engine-{i}-rank-1.log" for i in range(2)} <= logs
+    assert not [pid for pid in filter(str.isdigit, os.listdir("/proc")) if _writes_below(pid, tmp_path)]
+
+
+def _writes_below(pid, folder):
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/fd/1").startswith(str(folder))
 
 
 def begun(folder, **changes):

@@ -21,17 +21,21 @@ from rondel.core.config.place import PlaceConfig
 from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
 from rondel.core.events import GroupFinished, subscribe
 from rondel.core.mesh import Mesh
+from rondel.core.tensor_parts import TensorPart
 from rondel.core.types import Begin, Completion, Request, Sampling
 from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models import names
 from rondel.models.linear import packed_linears
 from rondel.models.save import save_model
+from rondel.models.shard_cut import part_of
+from rondel.models.tensor_parallel import check_tensor_parallel
 from rondel.sync.delta import Delta
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
+from rondel.sync.transfer_plan import plan_transfer
 from rondel.sync.update import WeightUpdate
 
 pytestmark = pytest.mark.slow
@@ -376,6 +380,47 @@ def test_experts_whole_on_some_process_each(mixtures, kind, tmp_path):
         assert [a.tokens for a in told] == [b.tokens for b in true]
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    covering(
+        [Mesh(tp=2), Mesh(shards=2, tp=2), Mesh(pp=2, tp=2), Mesh(shards=2), Mesh(replicas=2, tp=2)],
+        [Mesh(shards=2, tp=2)],
+    ),
+    ids=str,
+)
+def test_a_trainer_that_cuts_experts_hands_over_to_an_engine_that_lays_them_apart(mixtures, mesh):
+    """Each rank of the engine pulls its part of attention and its experts whole, of what the trainer's ranks have cut by tp:
+    exact by digest, and as many bytes as the plan of copies has.
+    """
+    e = mixtures.of("qwen3_moe", transports={"ipc": FromIpc()})
+    loaded, cuts = whole("qwen3_moe"), e.loaded.lead.part.cuts.cuts
+    trainer = ShardedPublisher(loaded, mesh, check_tensor_parallel(loaded.model, mesh.tp))
+    update = updater_of(trainer)
+    shapes = {name: TensorPart.whole(t.shape) for name, t in trainer.loaded.model.named_parameters()}
+
+    async def main():
+        for version in (1, 2):
+            trainer.train()
+            assert await update(trainer, e) == version == e.version
+            ours, theirs = await all_of(e, mixed(2)), await all_of(engine(twin(trainer.loaded)), mixed(2))
+            assert [a.tokens for a in ours] == [b.tokens for b in theirs]
+        mine = {name: part_of(shape, cuts.get(name), 2, 0) for name, shape in shapes.items()}
+        planned = sum(copy.bytes for copy in plan_transfer(trainer.held, [mine], dict.fromkeys(shapes, 4)))
+        read = e.arrivals._transports["ipc"].reader.bytes_read
+        assert (
+            read
+            == planned
+            == 4 * sum(part.numel for part in mine.values())
+            < 0.6 * 4 * sum(part.numel for part in shapes.values())
+        )
+        experts = [name for name in cuts if ".experts." in name]
+        assert experts and all(mine[name].shape[0] == shapes[name].shape[0] // 2 for name in experts), "each lies whole"
+        idle(e)
+
+    asyncio.run(main())
+    trainer.close()
+
+
 def test_a_dense_model_has_no_experts_to_lay_apart(mixtures):
     with pytest.raises(ModelError, match=r"'llama' has no experts that ep could lay apart.*leave ep out"):
         mixtures.of("llama")
@@ -387,6 +432,10 @@ def test_experts_lie_apart_over_all_processes_or_none():
     for sizes in ({"tp": 4, "ep": 2}, {"ep": 2}):
         with pytest.raises(ValueError, match=r"ep = 2 with tp = .*leave ep out"):
             PlaceConfig(kind="split", engines=sizes)
+    halves = PlaceConfig(kind="split", engines={"tp": 2, "ep": 2, "prefill": True})
+    assert halves.engine_processes == 4 and halves.engine_sizes == "tp = 2, prefill = true"
+    with pytest.raises(ValueError, match="prefill = true with encoders = 1 is not supported"):
+        PlaceConfig(kind="split", engines={"tp": 2, "prefill": True, "encoders": 1})
 
 
 # -- prefill and decode apart --------------------------------------------------------------------
@@ -400,13 +449,41 @@ def apart(tmp_path_factory):
     assert made.ended == []
 
 
-# latents and routes; keys and values: a run whose process of its prompts is killed, below
-@pytest.mark.parametrize("kind", covering(["llama", "deepseek_v3", "qwen3_moe"], ["deepseek_v3"]))
-def test_prompts_computed_elsewhere(apart, kind, tmp_path):
-    """Keys and values are those that one process computes: its bits, whatever decodes beside the prompts; and after an
-    update, which reaches both processes.
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    """Prompts computed by two processes that share every matrix, answers by two others."""
+    made = RankedEngines(tmp_path_factory.mktemp("halves"), tp=4, prefill=True)
+    yield made
+    made.close()
+    assert made.ended == []
+
+
+@pytest.fixture(scope="module")
+def experts_in_halves(tmp_path_factory):
+    made = RankedEngines(tmp_path_factory.mktemp("mixed"), tp=4, prefill=True, experts_apart=True)
+    yield made
+    made.close()
+    assert made.ended == []
+
+
+PROMPTS_APART = [
+    *(("apart", kind) for kind in ("llama", "deepseek_v3", "qwen3_moe")),
+    *(("halves", kind) for kind in ("llama", "one_key", "untied", "deepseek_v3", "qwen3_moe")),
+    ("experts_in_halves", "qwen3_moe"),
+]
+
+
+# latents and routes; keys and values: a run whose process of its prompts is killed, below; and key heads that two share
+@pytest.mark.parametrize(
+    ("engines_of", "kind"),
+    covering(PROMPTS_APART, [("apart", "deepseek_v3"), ("halves", "one_key"), ("halves", "qwen3_moe")]),
+)
+def test_prompts_computed_elsewhere(request, engines_of, kind, tmp_path):
+    """What one process writes, whatever decodes beside the prompts; of one request after another the bits of the same
+    engine without the second half, so that handing over changes none; and after an update, which reaches all processes.
     """
-    wants = frozenset({"prompt_logprobs", *(["experts"] if kind != "llama" else [])})
+    apart, mixture = request.getfixturevalue(engines_of), kind in ("deepseek_v3", "qwen3_moe")
+    wants = frozenset({"prompt_logprobs", *(["experts"] if mixture else [])})
 
     async def scenario(e):
         requests = [Request(r.tokens, r.sampling, key=r.key, wants=wants) for r in mixed(8)]
@@ -418,10 +495,25 @@ def test_prompts_computed_elsewhere(apart, kind, tmp_path):
         idle(e)
         return [*told, *await all_of(e, requests), _scored((await e.score(mixed(8)[7])).logprobs)]
 
-    settings = {"routes": kind != "llama", "kv_pages": 70, "prefill_tokens": 16}
+    settings = {"routes": mixture, "kv_pages": 70, "prefill_tokens": 16}
     ours = apart.of(kind, transports={"ipc": FromIpc()}, **settings)
-    same_answers(asyncio.run(scenario(watched(ours))), asyncio.run(scenario(watched(engine(whole(kind), **settings)))))
-    assert ours.scheduler.retracted > 0 or kind != "llama"
+    told, true = (asyncio.run(scenario(watched(e))) for e in (ours, engine(whole(kind), **settings)))
+    same_answers(told, true)
+    assert ours.scheduler.retracted > 0 or mixture
+
+    async def one_by_one(e):
+        asked = [replace(ask(prompt(i, 40, 50), key=i, n=10), wants=wants) for i in range(3)]
+        return [await e.generate(r) for r in (*asked, *(replace(r, wants=frozenset()) for r in asked))]
+
+    settings["kv_pages"] = 512
+    ours = apart.of(kind, transports={"ipc": FromIpc()}, **settings)
+    plain = engine(whole(kind), **settings)
+    if engines_of != "apart":
+        plain = request.getfixturevalue({"halves": "engines"}.get(engines_of, "mixtures")).of(kind, **settings)
+    told, true = (asyncio.run(one_by_one(e)) for e in (ours, plain))
+    for a, b in zip(told, true, strict=True):
+        assert (a.tokens, a.logprobs, a.prompt_logprobs) == (b.tokens, b.logprobs, b.prompt_logprobs)
+    assert sum(a.cached_tokens for a in told[3:]) > 0, "the second time they begin with keys that are handed over"
     trainer = CheckpointPublisher(whole(kind), transport=FromIpc())
     trainer.train()
     assert asyncio.run(updater_of(trainer)(trainer, ours)) == 1
@@ -436,6 +528,38 @@ def test_prompts_computed_elsewhere(apart, kind, tmp_path):
     with pytest.raises(EngineError, match=r"score a text differently.*one of them has other weights"):
         asyncio.run(ours.score(ask(PROBE)))
     trainer.transport.close()
+
+
+def test_each_half_pulls_its_own_parts_and_proves_them(halves):
+    """Of what a trainer of several ranks wrote; other bits in the half of the prompts are named, and the old version serves."""
+    e = halves.of("llama", transports={"ipc": FromIpc()})
+    trainer, lead = ShardedPublisher(whole("llama"), Mesh(shards=2, tp=2), e.loaded.lead.part.cuts.cuts), e.loaded.lead
+    update, tell, told = updater_of(trainer), lead.tell, []
+
+    def lie(message):
+        if isinstance(message, Begin) and not told:
+            told.append(True)
+            cut = next(row for row in message.manifest.tensors if row.name in e.loaded.lead.part.cuts.cuts)
+            rows = (replace(row, digest="0" * 32) if row is cut else row for row in message.manifest.tensors)
+            message = Begin(replace(message.manifest, tensors=tuple(rows)), message.beside)
+        tell(message)
+
+    async def main():
+        for version in (1, 2):
+            trainer.train()
+            assert await update(trainer, e) == version == e.version
+            true = await all_of(engine(twin(trainer.loaded)), mixed(2))
+            assert [a.tokens for a in await all_of(e, mixed(2))] == [b.tokens for b in true]
+        lead.tell = lie
+        trainer.train()
+        with pytest.raises(SyncError, match=r"^rank 2: 1 tensors arrived with other bits than were sent"):
+            await update(trainer, e)
+        assert e.version == 2 and [a.tokens for a in await all_of(e, mixed(2))] == [b.tokens for b in true]
+        assert await update(trainer, e) == 3 == e.version
+        idle(e)
+
+    asyncio.run(main())
+    trainer.close()
 
 
 def test_prompts_elsewhere_need_a_cache_that_can_be_shared(apart):

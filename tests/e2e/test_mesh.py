@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kits.algos import lively
-from kits.ranks import Rank, apart, end_alike, hand_over, written_bytes
+from kits.ranks import Rank, apart, end_alike, hand_over, made, written_bytes
 from kits.sweeps import covering
 from kits.train import awkward_groups, batch, make_stale, row
 from kits.vision import groups_with_images
@@ -23,8 +23,10 @@ from rondel.cli import main
 from rondel.core.errors import RondelError
 from rondel.core.mesh import Mesh
 from rondel.core.types import Score
+from rondel.models.save import save_model
 from rondel.train.annotate import compute_advantages
 from rondel.train.pack import batch_of
+from rondel.train.teachers import Teacher, TeacherEnsemble
 
 TP, PLAIN_TP, CP, PP = Mesh(tp=2), Mesh(tp=2, sp=False), Mesh(cp=2), Mesh(pp=2)
 PAIRS = [
@@ -332,6 +334,71 @@ def test_whole_distributions_of_a_teacher_have_it(ranks, mesh, how):
         assert theirs["train/kl_teacher"] == pytest.approx(told["train/kl_teacher"], rel=1e-5)
 
 
+SHARING = [
+    TP,
+    PLAIN_TP,
+    CP,
+    PP,
+    replace(CP, cp_attention="ring"),
+    *PAIRS[:3],
+    *PAIRS[5:],
+    Mesh(tp=4),
+]
+
+
+@pytest.mark.parametrize("mesh", covering(SHARING, [PAIRS[0], PP]), ids=str)
+def test_scores_behind_a_hint_have_it(ranks, mesh):
+    """Of a row of the policy's own scores: the best token is the best of all parts of the vocabulary, of the targets of all
+    parts of a row, and the last stage tells the others.
+    """
+    algo = row("cripo", distill={"coef": 3.0, "threshold": 0.9, "criteria": {"form": 0}})
+    groups, alone, every = awkward_groups(), Rank(0), ranks(mesh)
+    for i, x in enumerate(x for g in groups for x in g.trajectories):
+        x.score = Score(x.reward, {"form": float(i % 2)})
+    b = batch_of(groups)
+    alone.make("llama", algo=algo, teacher=True)
+    every.make("llama", algo=algo, teacher=True)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    plain = row("cripo", distill={"coef": 0.0})
+    assert apart(alone.gradient(copy.deepcopy(b), plain), whole) > 1e-3, "the criterion counts"
+    for micro_tokens, entries in ((40, 1 << 25), (10**6, 800)):
+        every.limit_logits(entries)
+        for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+    every.limit_logits(1 << 25)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "form"),
+    covering(
+        [(mesh, form) for mesh in SHARING for form in ("distill", "full")],
+        [(PAIRS[0], "distill"), (PP, "distill"), (PAIRS[1], "full")],
+    ),
+    ids=str,
+)
+def test_teachers_that_are_read_for_their_own_pass_have_it(ranks, tmp_path, mesh, form):
+    """Two of them, as heavy as they are named: those that lie in memory teach the same, and none is left behind. Of whole
+    distributions each rank reads all of a teacher, of tokens its part.
+    """
+    algo = row("grpo", distill={"kind": form, "coef": 1.0})
+    for name, other in (("a", "tied"), ("long", "llama")):
+        save_model(made(other, "float32"), tmp_path / name)
+    folders = [str(tmp_path / name) for name in ("a", "long")]
+    alone, every, b = Rank(0), ranks(mesh), batch(awkward_groups(), algo)
+    alone.make("llama", algo=algo, read=folders)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    lying = [Teacher(made(f"from {path}", "float32"), t.weight) for path, t in zip(folders, alone.trainer.teachers)]
+    alone.trainer.teachers = TeacherEnsemble(lying)
+    np.testing.assert_array_equal(alone.gradient(copy.deepcopy(b), algo), whole)
+    alone.trainer.teachers = TeacherEnsemble(lying[:1])
+    assert apart(alone.gradient(copy.deepcopy(b), algo), whole) > 1e-3, "both are heard"
+    every.make("llama", algo=algo, read=folders)
+    for micro_tokens in (40, 10**6):
+        for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+        assert [left for left, _ in every.models_in_memory()] == [0] * mesh.world
+
+
 @pytest.mark.parametrize("mesh", covering([TP, CP, PP, Mesh(cp=2, tp=2)], [Mesh(cp=2, tp=2)]), ids=str)
 def test_the_likeliest_tokens_of_every_draw_have_it(ranks, mesh):
     """A row that reads their log-probabilities beside the token's own, wherever their logits lie."""
@@ -428,14 +495,27 @@ def test_a_mesh_that_looks_has_the_gradient_of_one_rank(ranks, mesh, kind):
         assert apart(got, whole) <= APART.get(kind, 1e-6)
 
 
+COMPOSED = [
+    *(("pp=2,tp=2", "llama"), ("shards=2,cp=2", "llama"), ("shards=2,cp=2,cp_attention=ring", "llama")),
+    *((mesh, "qwen3_5_text") for mesh in ("tp=2", "tp=2,sp=false", "cp=2", "cp=2,cp_attention=ring", "pp=2,tp=2")),
+    *((mesh, "gemma2") for mesh in ("tp=2", "shards=2,tp=2", "pp=2,cp=2")),
+    *((mesh, "qwen3") for mesh in ("replicas=2,tp=2", "cp=2,tp=2")),
+]
+
+
 @pytest.mark.parametrize(
-    "mesh", covering(["pp=2,tp=2", "shards=2,cp=2", "shards=2,cp=2,cp_attention=ring"], ["shards=2,cp=2"])
+    ("mesh", "family"), covering(COMPOSED, [("shards=2,cp=2", "llama"), ("cp=2", "qwen3_5_text"), ("tp=2", "gemma2")])
 )  # pp in test_bench.py
-def test_a_rank_of_composed_axes_receives_the_bytes_of_their_formulas(capsys, mesh):
-    """Counted in the collectives of one update, with long samples, whose keys all ranks of cp gather."""
+def test_a_rank_of_composed_axes_receives_the_bytes_of_their_formulas(capsys, mesh, family):
+    """Counted in the collectives of one update, with long samples, whose keys all ranks of cp gather: recurrent layers gather
+    more, tp leaves them whole, and a cap of logits has a softmax computed again.
+    """
     sizes = ["--groups", "2", "--samples", "2", "--long", "150"]
+    row = "ppo" if family == "gemma2" else "grpo"
     with pytest.raises(SystemExit) as end:
-        main(["bench", "mesh", "--meshes", mesh, "--families", "llama", "--rows", "grpo", *sizes, "--json"])
+        main(["bench", "mesh", "--meshes", mesh, "--families", family, "--rows", row, *sizes, "--json"])
     assert not end.value.code
-    cell = json.loads(capsys.readouterr().out.splitlines()[-1])[mesh]["llama grpo"]
-    assert cell["moved"] == pytest.approx(cell["formula"], rel=0.01) and cell["difference"] < 1e-6
+    cell = json.loads(capsys.readouterr().out.splitlines()[-1])[mesh][f"{family} {row}"]
+    assert cell["moved"] == pytest.approx(cell["formula"], rel=0.005)
+    assert cell["difference"] < (3e-6 if family == "qwen3_5_text" else 1e-6)
+    assert cell["planned"] <= cell["held"] <= 1.005 * cell["planned"], "but rows that fill up uneven shards"

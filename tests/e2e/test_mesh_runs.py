@@ -7,10 +7,18 @@ below Adam's eps (5e-10 below 1e-8), Adam makes lr · 1e-11 / eps of a rounding 
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
-from kits.runs import final, run, run_and_die
+from kits import torchrun
+from kits.forked import Forked
+from kits.local_ray import local_ray
+from kits.runs import FAST, RECIPE, final, run, run_and_die
 from kits.sweeps import covering
 from rondel.runtime.telemetry.card import card_of
 
@@ -76,6 +84,29 @@ def test_five_steps_on_a_mesh_end_where_one_rank_ends(ended, name):
     assert told == [True, False], "what the card says of the ranks"
     if name == "cp ring":
         assert "train/shared_tokens" in (ended(name) / "journal.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "mesh"),
+    covering([("torchrun", "tp"), ("torchrun", "pp"), ("ray", "cp"), ("ray", "tp")], [("torchrun", "tp")]),
+)
+def test_a_mesh_whose_ranks_another_program_started_ends_where_one_rank_ends(ended, tmp_path, cluster, mesh):
+    changes = {**STEPS, "place__cluster": cluster, "place__mesh": MESHES[mesh]}
+    if cluster == "ray":
+        with local_ray(4):
+            run(tmp_path, **changes)
+    else:
+        given = FAST | {key.replace("__", "."): value for key, value in changes.items()} | {"run.folder": str(tmp_path)}
+        given.pop("place.mesh")
+        words = [f"--{key}={json.dumps(value)}" for key, value in given.items()]
+        words = ["train", str(RECIPE), f"--place.mesh={{ {mesh} = 2 }}", *words]
+        words = ["--nproc-per-node", "2", "--no-python", "rondel", *words]
+        with Forked(words, script=Path(torchrun.__file__), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            told, said = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+        assert len(re.findall(r"step +2/", told)) == 1, "the first rank alone speaks"
+    ends_alike(final(tmp_path), final(ended("one")), mixture=False)
+    assert f"mesh {{ {mesh} = 2 }}" in str(card_of(tmp_path))
 
 
 # tp writes and cp reads in the next test; a rank of a killed stage goes on in test_chaos.py

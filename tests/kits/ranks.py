@@ -6,7 +6,7 @@ import copy
 import math
 import platform
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -118,9 +118,11 @@ class Rank:
         algo=None,
         *,
         teacher: bool = False,
+        read: Sequence[str] = (),
         megatron: bool = False,
         **settings,
     ) -> None:
+        """`teacher`: one that lies in memory; `read`: folders of others, each read for its own pass."""
         loaded, chosen = (
             made(kind, dtype, deferred=self.ranks.size > 1),
             TrainSettings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings}),
@@ -138,10 +140,28 @@ class Rank:
             run=inline,
             needs=needs,
             critic=critic,
-            teachers=[Teacher(model("tied"))] if teacher else [],
+            teachers=[Teacher(model("tied"))]
+            if teacher
+            else [self._read_teacher(folder, whole="teacher_hidden" in needs) for folder in read],
             ranks=self.ranks,
             transport=FromTensor(),
         )
+
+    def _read_teacher(self, folder: str, *, whole: bool) -> Teacher:
+        """The longer its name, the more it counts."""
+        self.read_models: list[weakref.ref] = getattr(self, "read_models", [])
+
+        def read_model() -> LoadedModel:
+            loaded = made(f"from {folder}", "float32", deferred=self.ranks.size > 1 and not whole)
+            loaded.model.requires_grad_(False)
+            self.read_models.append(weakref.ref(loaded.model))
+            return loaded
+
+        return Teacher(None, weight=1.0 + len(Path(folder).name), read=read_model)
+
+    def models_in_memory(self) -> tuple[int, int]:
+        """Of those that were read for a pass: how many still are, and how many were."""
+        return sum(each() is not None for each in self.read_models), len(self.read_models)
 
     def load_counted(self, folder: str) -> tuple[int, int]:
         """Load a policy in shards. -> bytes of its weights here, and the most bytes of tensors alive at once."""

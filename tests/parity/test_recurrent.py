@@ -26,8 +26,11 @@ from rondel.models.aligned_numerics import align_numerics
 from rondel.models.compilation import CompiledModel
 from rondel.models.load import load_model
 from rondel.models.packed_layout import PackedLayout, PackedSegment
+from rondel.models.recurrent.gated_delta import GatedDelta
 from rondel.planner.resolve import state_slots
 from rondel.planner.shapes import model_shape
+from rondel.train.annotate import forward
+from rondel.train.pack import micro_batches
 
 
 def copy_of(kind):
@@ -357,3 +360,76 @@ def test_new_weights_in_the_middle_keep_or_recompute_the_states(kind, dropped):
 def test_the_tiny_recipe_runs(kind, tmp_path):
     """Supervised phase and two steps of RL, asynchronous, with the ratio of trainer and engine at one."""
     run_tiny_recipe(kind, tmp_path)
+
+
+class RoundedOnce(torch.autograd.Function):
+    """To the nearest number of float32, in float64."""
+
+    to = torch.Tensor.to
+
+    @staticmethod
+    def forward(ctx, x):
+        return RoundedOnce.to(RoundedOnce.to(x, torch.float32), torch.float64)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16}
+WIDE |= {"num_key_value_heads": 2, "max_position_embeddings": 512}
+HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_conv_kernel_dim": 4}
+HYBRID |= {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+
+
+@pytest.mark.slow
+def test_how_far_float32_is_from_float64_is_the_condition_of_the_model(monkeypatch):
+    """In float64 the gradient is that of any split to 1e-12: nothing is lost where parts are added. One rounding to float32
+    of what each linear layer gives moves that of a hybrid more than twice as far as llama's, and float32 is as many times as
+    far from float64 in both. So a hybrid is further apart on a mesh (2e-6 where others are 1e-6) by no sum that could be better.
+    """
+    as_given = torch.Tensor.to
+
+    def wide(x, *how, **named):
+        how = tuple(torch.float64 if each is torch.float32 else each for each in how)
+        return as_given(x, *how, **{k: torch.float64 if v is torch.float32 else v for k, v in named.items()})
+
+    def gradient_of(spec, *, double=False, rounded=False, budget=10**6):
+        loaded = load_model({"seed": 3, **WIDE, **spec}, dtype="float32")
+        with torch.no_grad():
+            for p in loaded.model.parameters():  # far from the flat start
+                p.mul_(3.0 if p.ndim > 1 else 1.0)
+        b = batch(awkward_groups(), row("grpo"))
+        generator = torch.Generator().manual_seed(0)
+        push = [torch.randn(len(s.trainable), generator=generator) for s in b.samples]
+        with monkeypatch.context() as patch:
+            if double:
+                loaded.model.double()
+                loaded.head, loaded.compute = loaded.head.of_copy(loaded.model), torch.float64
+                patch.setattr(torch.Tensor, "to", wide)
+                patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+                patch.setattr(GatedDelta, "state_dtype", torch.float64)
+            for layer in loaded.model.modules() if rounded else ():
+                if isinstance(layer, torch.nn.Linear):
+                    layer.register_forward_hook(lambda layer, given, out: RoundedOnce.apply(out))
+            for packed in micro_batches(b, budget):
+                logprobs, _ = forward(loaded, packed, temperature=1.0)
+                (logprobs * torch.cat([push[i] for i in packed.samples])).sum().backward()
+        return torch.cat([p.grad.double().flatten() for p in loaded.model.parameters()])
+
+    def distance(a, b):
+        return float((a - b).norm() / b.norm())
+
+    moved, times = dict[str, float](), dict[str, float]()
+    for kind, spec in (("llama", {}), ("qwen3_5_text", HYBRID)):
+        true = gradient_of({"random": kind, **spec}, double=True)
+        assert distance(gradient_of({"random": kind, **spec}, double=True, budget=60), true) < 1e-12
+        moved[kind] = distance(gradient_of({"random": kind, **spec}, double=True, rounded=True), true)
+        times[kind] = distance(gradient_of({"random": kind, **spec}), true) / moved[kind]
+    assert moved["qwen3_5_text"] > 2 * moved["llama"]
+    assert 0.5 < times["qwen3_5_text"] / times["llama"] < 2

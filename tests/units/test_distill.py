@@ -207,10 +207,30 @@ def test_a_teacher_that_is_served_teaches_what_it_would_teach_here(tmp_path):
         ({"model__teacher": TEACHER}, "one of random weights has none"),
         ({"model__teacher": [{"context": "{prompt} {answer}"}]}, "has no effect without a teacher that has a path"),
         ({"model__teacher": "runs/a", "trainer__memory__offload": True}, "leave one of them out"),
-        ({"model__teacher": "runs/a", "place__kind": "split", "place__mesh": {"cp": 2}}, "each read a whole teacher"),
+        (
+            {"model__teacher": "runs/a", "place__kind": "split", "place__cluster": "torchrun"},
+            "that the run makes itself",
+        ),
     ],
 )
 def test_where_teachers_cannot_be_read_one_at_a_time(tmp_path, changes, says):
     job = tiny(tmp_path, **{"algo__kind": "opd", "trainer__memory__teachers": "one", **changes})
     with pytest.raises(ConfigError, match=says):
+        refuse_job(job, rows_of(job), sampling_of(job))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algo__kind": "opd", "model__teacher": "runs/a", "trainer__memory__teachers": "one"},
+        {
+            "algo": {"kind": "cripo", "distill": {"criteria": {"form": 0}}},
+            "model__teacher": [{"context": "{prompt} Mind the form."}],
+        },
+    ],
+)
+def test_teachers_read_and_hints_go_with_every_mesh(tmp_path, changes):
+    """Their gradients are in tests/e2e/test_mesh.py."""
+    for mesh in ({"tp": 2}, {"cp": 2}, {"pp": 2}, {"cp": 2, "tp": 2}):
+        job = tiny(tmp_path, place__kind="split", place__mesh=mesh, **changes)
         refuse_job(job, rows_of(job), sampling_of(job))

@@ -256,6 +256,17 @@ def test_prompts_computed_apart_take_their_time_beside_decoding():
         {"place.kind": "split", "place.engines": {"count": 2, "prefill": True}},
     )
     assert (of_job(job).engine_count, of_job(job).engine_unit, of_job(job).gpus) == (2, 2, 5)
+    halves = {"place.kind": "split", "place.engines": {"tp": 2, "prefill": True}}
+    both = of_job(Job.read(Path(__file__).parents[2] / "recipes" / "tiny.toml", halves))
+    assert (both.engine_count, both.engine_unit, both.gpus, both.prefills) == (1, 4, 5, 2)
+    cut, together = asked("gpus=8", "tensor=2", "prefills=2"), asked("gpus=6", "tensor=2")
+    _, prefill, engine = memory_bills(cut)
+    assert cut.engine_unit == 4 and prefill.rows == {name: r for name, r in engine.rows.items() if name != "KV cache"}
+    prompts = cost.prefill_seconds(cut.shape, cut.hardware, 2 * tokens, tensor=2, width=cut.width)
+    whole = cost.generation_time(together).work
+    assert cost.generation_time(cut).work == pytest.approx(max(prompts, whole - prompts))
+    with pytest.raises(ConfigError, match="prefills = 1 beside tensor = 2: as many devices compute prompts as decode"):
+        asked("gpus=8", "tensor=2", "prefills=1")
     with pytest.raises(ConfigError, match="prefills = 1, but only 1 devices serve, and an engine is 2"):
         asked("gpus=5", "prefills=1")
 

@@ -47,7 +47,8 @@ class RankSettings:
     cores     of each follower, on a CPU
     cluster   makes what starts the followers
     patience  seconds that one rank waits for another
-    prefill   the second rank computes prompts with the whole model; else all share every matrix
+    prefill   one half of the ranks computes prompts, the other answers, and the ranks of each half share every matrix;
+              else all do
     experts_apart  but experts, each of which lies whole on one rank
     requests_apart  and everything else, which every rank has whole, for requests of its own
     """
@@ -65,6 +66,11 @@ class RankSettings:
     @property
     def size(self) -> int:
         return len(self.devices)
+
+    @property
+    def whole(self) -> bool:
+        """Whether each rank computes with every matrix, so that there is nothing to compare with the whole model."""
+        return self.prefill and self.size == 2
 
     @property
     def lead(self) -> tuple[type[LeadRank], Callable[..., LoadedModel]]:
@@ -138,9 +144,13 @@ def join_ranks(
     compute = control
     if device.startswith("cuda"):
         compute = meeting.make_group("compute", rank, size, device=device, patience=patience)
-    whole = prefill or requests_apart
-    part = cut_for_serving(loaded, compute, device, whole=whole, experts_apart=experts_apart)
-    if not prefill:
+    ranks, whole = compute, requests_apart
+    if prefill:  # each half shares its matrices
+        each = size // 2
+        half, whole = ("answers", "prompts")[rank // each], each == 1
+        ranks = meeting.make_group(half, rank % each, each, device=device, patience=patience)
+    part = cut_for_serving(loaded, ranks, device, whole=whole, experts_apart=experts_apart, prompts=prefill)
+    if not whole or requests_apart:
         check_part(part, expected)
     return part, CommandChannel(control), compute
 
@@ -185,7 +195,7 @@ class EngineRanks:
         """Load the model everywhere, and keep a part of it on every rank."""
         loads: list[Future[Any]] = [follower.ask("load", partial(load, deferred=True)) for follower in self.followers]
         loaded = device.call(load)
-        expected = None if self.settings.prefill else device.call(probe_logprobs, loaded)
+        expected = None if self.settings.whole else device.call(probe_logprobs, loaded)
         for answer in loads:
             answer.result()  # a follower that hangs fails its calls
         meeting, s = Rendezvous(HOST), self.settings

@@ -450,7 +450,7 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
 
 def _check_criteria(job: Job, rule: CriterionBonus, sampling: Sampling) -> None:
     """Criteria of a reward, each with a hint that the policy reads."""
-    mesh, hints = job.place.mesh.to_mesh(job.place.ranks), job.model.teachers
+    hints = job.model.teachers
     absent = next((f"{name} = {place:g}" for name, place in rule.criteria.items() if place >= len(hints)), "")
     rules = [
         (
@@ -468,11 +468,6 @@ def _check_criteria(job: Job, rule: CriterionBonus, sampling: Sampling) -> None:
             not sampling.truncates_support,
             "compares with the log-probabilities of the draw, and top_k or top_p cut these: set them to 0 and 1",
         ),
-        (
-            mesh.world == mesh.data,
-            "looks for the best token in the whole vocabulary: use place.ranks or place.mesh = { shards, replicas } "
-            "without cp, tp and pp",
-        ),
     ]
     for holds, rule_text in rules:
         if not holds:
@@ -483,7 +478,6 @@ def _check_criteria(job: Job, rule: CriterionBonus, sampling: Sampling) -> None:
 
 def _check_teachers_read(job: Job) -> None:
     """trainer.memory.teachers = "one"."""
-    mesh = job.place.mesh.to_mesh(job.place.ranks)
     loaded = [t.path for t in job.model.teachers if t.path is not None]
     rules = [
         (bool(loaded), "has no effect without a teacher that has a path: remove it"),
@@ -496,9 +490,8 @@ def _check_teachers_read(job: Job) -> None:
             "reads from files what trainer.memory.offload keeps in host memory: leave one of them out",
         ),
         (
-            mesh.world == mesh.data and job.place.cluster != "torchrun",
-            "needs ranks that each read a whole teacher: use place.ranks or place.mesh = { shards, replicas } without "
-            "cp, tp and pp, and not torchrun, or remove the key",
+            job.place.cluster != "torchrun",
+            "needs ranks that the run makes itself: use place.ranks or place.mesh, and not torchrun, or remove the key",
         ),
     ]
     for holds, rule in rules:

@@ -686,7 +686,7 @@ def teachers_of(job: Job, loaded: LoadedModel, *, full: bool) -> list[Teacher]:
             path,
             dtype=job.model.dtype,
             device=str(loaded.device),
-            deferred=loaded.weights is not None and not full and not one,
+            deferred=loaded.weights is not None and not full,
         )
         remedy = "It cannot say how likely the policy's tokens are: take a teacher of the same family"
         same_words(loaded, teacher, who=f"model.teacher = {path!r}", remedy=remedy)
@@ -708,7 +708,7 @@ def teachers_of(job: Job, loaded: LoadedModel, *, full: bool) -> list[Teacher]:
         if t.path is None:
             return where
         if one:
-            read_teacher(t.path)
+            read_teacher(t.path)  # what the ranks hold of it, they try before the first step
             return replace(where, read=partial(read_teacher, t.path))
         return replace(where, loaded=load_teacher(t.path))
 

@@ -38,10 +38,11 @@ def _check_engine(job: Job, loaded: LoadedModel) -> None:
     p = job.place
     if (size := p.engine_processes - p.engine_encoders) > 1:
         apart = p.engine_dp > 1
-        refuse_part(loaded, size, whole=apart or p.engine_prefill, experts_apart=p.engine_experts_apart)
+        whole = apart or p.engine_tp == 1
+        refuse_part(loaded, size, whole=whole, experts_apart=p.engine_experts_apart, prompts=p.engine_prefill)
         check_tensor_parallel(loaded.model, p.engine_tp, "engines of one process")
         if p.engine_experts_apart:
-            check_experts(loaded.model, size, SEVERAL if apart else "leave ep out")
+            check_experts(loaded.model, p.engine_tp * p.engine_dp, SEVERAL if apart else "leave ep out")
     if p.engine_encoders:
         refuse_text_model(loaded.name, loaded.sight)
 

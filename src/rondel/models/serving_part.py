@@ -68,7 +68,13 @@ def probe_logprobs(loaded: LoadedModel) -> Tensor:
 
 
 def cut_for_serving(
-    loaded: LoadedModel, ranks: RankGroup, device: str, *, whole: bool = False, experts_apart: bool = False
+    loaded: LoadedModel,
+    ranks: RankGroup,
+    device: str,
+    *,
+    whole: bool = False,
+    experts_apart: bool = False,
+    prompts: bool = False,
 ) -> ServingPart:
     """Keep this rank's part of a model that lies whole on the host or is still in its checkpoint. -> the part, on
     `device`.
@@ -76,8 +82,9 @@ def cut_for_serving(
     whole          every rank keeps all of it: they share passes, and not matrices
     experts_apart  experts of a mixture are not cut: each lies whole on one rank. With `whole` the ranks have rows of
                    their own, which travel to them
+    prompts        others compute the prompts
     """
-    refuse_part(loaded, ranks.size, whole=whole, experts_apart=experts_apart)
+    refuse_part(loaded, ranks.size, whole=whole, experts_apart=experts_apart, prompts=prompts)
     model = loaded.model
     module, checkpoint = _shapes_of(names.named_weights(model)), _checkpoint_shapes(model)
     vocabulary, token_count = loaded.vocabulary, loaded.token_count
@@ -147,9 +154,10 @@ def _checkpoint_shapes(model: nn.Module) -> TensorShapes:
         return {}
 
 
-def refuse_part(loaded: LoadedModel, size: int, *, whole: bool, experts_apart: bool) -> None:
+def refuse_part(loaded: LoadedModel, size: int, *, whole: bool, experts_apart: bool, prompts: bool = False) -> None:
     """ConfigError for a model that `cut_for_serving` does not take, whatever its sizes."""
-    cuts_attention, for_prompts = not (whole and experts_apart), whole and not experts_apart
+    cuts_attention = not (whole and experts_apart)
+    for_prompts = prompts or (whole and not experts_apart)
     for found, what in (
         (loaded.adapter is not None, "an adapter cannot be cut"),
         (for_prompts and loaded.sight is not None, "a process for prompts looks at no pictures"),

@@ -112,7 +112,9 @@ def _make_layout(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int,
     alive = min(pp if chunks == 1 else (2 * (pp - 1) + (chunks - 1) * pp + 1) / chunks, m)
     # of a stage, what a rank gathers: matrices are cut by tp, experts lie apart or are cut, too
     layers = ((s.body_parameters - s.expert_parameters) / tp + s.expert_parameters / (ep if ep > 1 else tp)) / pp
-    gathered = width * 2 * layers * pp / s.layers if dp * cp > 1 else 0
+    largest, ends = layers * pp / s.layers, s.embedding_parameters * (1 if s.tied or pp > 1 else 2) / tp
+    # two layers and what lies at the ends are whole, and the largest of them has a gradient, which is summed in fp32
+    gathered = width * (2 * largest + ends) + (width + 4) * max(largest, ends) if devices > 1 else 0
     memory = state.persistent_bytes * s.parameter_count / devices + gathered + each * micro * alive / (tp * pp * cp)
 
     ring = setting.ring and cp > 1 and s.latent is None

@@ -106,7 +106,7 @@ def make_plan(setting: Workload | FlowWorkload) -> dict[str, Any]:
 
 def _engine_layout(setting: Workload) -> str:
     """How an engine of several devices lies over them, and what its own way costs."""
-    beside = ["prefill = true"] * setting.prefills + [f"encoders = {setting.encoders}"] * (setting.encoders > 0)
+    beside = ["prefill = true"] * (setting.prefills > 0) + [f"encoders = {setting.encoders}"] * (setting.encoders > 0)
     if setting.data == 1:
         return ", ".join([f"tp = {setting.tensor}"] * (setting.tensor > 1) + beside)
     s, requests = setting.shape, cost.decode_concurrency(setting)

@@ -52,7 +52,7 @@ class Workload:
     tensor    devices of one engine that share every matrix
     data      or that share the experts of a mixture, each with requests and a cache of its own
     encoders  devices of one engine that encode its pictures and do nothing else
-    prefills  or that compute its prompts, with the whole model, while the others decode
+    prefills  or that compute its prompts, as many as decode meanwhile, with parts of the model alike
     prompts   P groups a step, of `group` answers: to a prompt of `prompt` tokens at most
               `output` and on average `mean` tokens
     micro     tokens of one forward and backward pass;  running: requests decoded together by one engine
@@ -142,6 +142,12 @@ class Workload:
                 page="docs/place.md#engines-of-several-processes",
             )
 
+        if self.prefills not in (0, self.tensor):
+            raise ConfigError(
+                f"prefills = {self.prefills} beside tensor = {self.tensor}: as many devices compute prompts as decode; "
+                f"ask for prefills={self.tensor}",
+                page="docs/place.md#engines-of-several-processes",
+            )
         if self.encoders and self.shape.tower is None:
             raise ConfigError(
                 f"place.engines.encoders = {self.encoders} encodes pictures, and {self.shape.name} reads text alone: "
@@ -306,7 +312,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         tensor=job.place.engine_tp if split else 1,
         data=job.place.engine_dp if split else 1,
         encoders=job.place.engine_encoders if split else 0,
-        prefills=int(split and job.place.engine_prefill),
+        prefills=job.place.engine_tp if split and job.place.engine_prefill else 0,
         policies=others,
         trainers=job.place.ranks if split else 0,
         prompt=prompt,
@@ -586,7 +592,7 @@ def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:
             + f", and an engine is {setting.engine_unit}" * bool(beside)
         )
     if "tensor" not in given and setting.data == 1 and (tensor := _min_tensor_parallel(setting)) > setting.tensor:
-        setting = replace(setting, tensor=tensor)
+        setting = replace(setting, tensor=tensor, prefills=tensor if setting.prefills else 0)
         assumed.append(
             f"an engine is {tensor} devices: the fewest whose memory holds the weights and a third more for the cache"
         )
@@ -594,7 +600,7 @@ def fill_defaults(given: dict[str, Any], start: Workload | None) -> Workload:
 
 
 def _min_tensor_parallel(setting: Workload) -> int:
-    tensor, needed = 1, setting.weight_bytes * 4 / 3
-    while tensor * setting.hardware.memory < needed and 2 * tensor <= setting.engine_devices:
+    tensor, needed, each = 1, setting.weight_bytes * 4 / 3, 2 if setting.prefills else 1
+    while tensor * setting.hardware.memory < needed and 2 * tensor * each <= setting.engine_devices:
         tensor *= 2
     return tensor

@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -77,7 +77,9 @@ class FsdpRank(SingleRank):
         self.data_rank, self.data_size, self.stages = mesh.data_index(rank), mesh.data, mesh.pp
         self._cuts: WeakKeyDictionary[nn.Module, TensorCuts] = WeakKeyDictionary()
         self._expert_cuts: WeakKeyDictionary[nn.Module, TensorCuts] = WeakKeyDictionary()
-        self._stages: WeakKeyDictionary[nn.Module, PipelineStage] = WeakKeyDictionary()
+        self._stages: WeakKeyDictionary[nn.Module, ReferenceType[PipelineStage]] = (
+            WeakKeyDictionary()
+        )  # they know the model
         if meeting is not None:
             # all on this machine: nobody else may speak to a rank. NCCL's: not yet run on hardware
             sockets.set_interface(meeting.address[0])
@@ -142,7 +144,7 @@ class FsdpRank(SingleRank):
                 with randomized_adapter(loaded.adapter):
                     expected = logprobs_of(loaded, probe)
             self._shard_model(loaded)
-        cuts, stage = self._cuts.get(model), self._stages.get(model)
+        cuts, stage = self._cuts.get(model), self._stage_of(model)
         head = replace(loaded.head.of_copy(model), part=cuts.vocabulary if cuts else None)
 
         def enter_with_head(work: Callable[[LMHead], Any]) -> Any:
@@ -279,7 +281,7 @@ class FsdpRank(SingleRank):
         if layers is not None:
             assert self.link is not None
             stream = torch.float32 if keeps_fp32_stream(model) else dtype
-            self._stages[model] = PipelineStage(model, layers, self.link, stream)
+            self._stages[model] = ref(PipelineStage(model, layers, self.link, stream))  # its hooks keep it
         model.enter_pass = MethodType(_forward_root, model)
         register_fsdp_forward_method(model, "enter_pass")
 
@@ -314,7 +316,7 @@ class FsdpRank(SingleRank):
                 "shard each: leave it out"
             )
         refuse_cut_blocks(self, model)
-        stage, experts = self._stages.get(model), self._expert_cuts.get(model)
+        stage, experts = self._stage_of(model), self._expert_cuts.get(model)
         how["loss_scale"] = (
             LossScale() if computes_in(model) == torch.float16 else None
         )  # equal norms move it on all ranks
@@ -331,7 +333,7 @@ class FsdpRank(SingleRank):
 
     def full_weights(self, model: nn.Module, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         dtype, cuts = computes_in(model), (self._cuts.get(model), self._expert_cuts.get(model))
-        stage = self._stages.get(model)
+        stage = self._stage_of(model)
 
         def own_weights() -> Iterator[tuple[str, dict[str, Tensor]]]:
             for name, parameter in names.named_weights(model):
@@ -374,15 +376,20 @@ class FsdpRank(SingleRank):
         finally:
             self._enter_chunk(None)
 
+    def _stage_of(self, model: nn.Module) -> PipelineStage | None:
+        found = self._stages.get(model)
+        return None if found is None else found()
+
     def _enter_chunk(self, chunk: int | None) -> None:
         """Which layers of a stage the next pass goes through; None: all of them in turn."""
-        for stage in self._stages.values():
-            stage.chunk = chunk
+        for model in self._stages:
+            if (stage := self._stage_of(model)) is not None:
+                stage.chunk = chunk
 
     def begin_pass(self, model: nn.Module, *, last: bool) -> None:
         if not isinstance(model, FSDPModule):
             return
-        stage = self._stages.get(model)
+        stage = self._stage_of(model)
         if self.mesh.reduce == "update" and stage is not None and stage.chunk is not None:
             own: list[list[Any]] = stage.layers.own_runs
             for chunk, blocks in enumerate(own):

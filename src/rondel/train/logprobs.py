@@ -359,9 +359,10 @@ def logprob_and_best(hidden: Tensor, target: Tensor, head: LMHead, *, temperatur
             own.append(terms.logprob)
             best.append(terms.log_total.neg())
             continue
-        log_p = (head.logits(hidden[rows]).float() / temperature).log_softmax(-1)
-        own.append(log_p.gather(-1, target[rows, None])[:, 0])
-        best.append(log_p.amax(-1))
+        z = head.logits(hidden[rows]).float() / temperature
+        logprob, _, _, total = (head.part.select_logprobs if head.part else select_logprobs)(z, target[rows])
+        own.append(logprob)
+        best.append(total.log().neg()[:, 0])  # of z - max z, which is 0 there
     return _cat_pieces(own, hidden), _cat_pieces(best, hidden)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rondel.algos.divergence import Divergence
 from rondel.models.routing_tape import RoutingTape
+from rondel.train.annotate import forward_stage
 from rondel.train.logprobs import (
     logprob_and_best,
     logprob_entropy_and_kl,
@@ -138,22 +139,24 @@ def annotate_margins(
     the token is likelier than when it was drawn, else -1.
     """
     done: list[int] = []
-    where: dict[str, Any] = {"rank": ranks.data_rank, "ranks": ranks.data_size, "shapes": shapes}
-    for packed in micro_batches(batch, budget, share=share, device=loaded.device, **where):
+    where: dict[str, Any] = {"rank": ranks.data_rank, "ranks": ranks.data_size, "stages": ranks.stages}
+    for packed in micro_batches(batch, budget, share=share, device=loaded.device, shapes=shapes, **where):
+        if not loaded.has_head:
+            forward_stage(loaded, packed)
+            continue
+        own: Any = packed if loaded.context is None else own_share(packed, loaded.context)
 
-        def compute_logprobs(head: LMHead, packed: Any = packed) -> tuple[Tensor, Tensor]:
-            hidden = loaded.hidden_states(
-                packed.tokens, packed.positions, packed.layout, None, packed.encode_images(loaded)
-            )
-            return logprob_and_best(hidden.index_select(0, packed.source), packed.target, head, temperature=temperature)
+        def compute_logprobs(head: LMHead, own: Any = own) -> tuple[Tensor, Tensor]:
+            hidden = loaded.hidden_states(own.tokens, own.positions, own.layout, None, own.encode_images(loaded))
+            return logprob_and_best(hidden.index_select(0, own.source), own.target, head, temperature=temperature)
 
-        own, best = map(packed.join_targets, loaded.run_with_head(compute_logprobs))
+        told, best = map(own.join_targets, loaded.run_with_head(compute_logprobs))
         if packed.idle:
             continue
         done += packed.samples
         drawn = batch.tokens(packed.samples, loaded.device).behavior
         assert drawn is not None, "the log-probabilities of the behavior are not known"
-        batch.write_margins(packed.samples, number, torch.where(own > drawn, best - own, -1.0))
+        batch.write_margins(packed.samples, number, torch.where(told > drawn, best - told, -1.0))
     ranks.exchange_tokens(batch, done, "margins")
 
 

@@ -110,7 +110,7 @@ class LocalTrainer:
         self.start = ranks.shard_model(_frozen_start(loaded)) if wants_start else None
         if "teacher_hidden" not in needs:  # whole distributions need a teacher's whole head on every rank
             with names_model("model.teacher"):
-                teachers = [replace(t, loaded=ranks.shard_model(t.loaded)) if t.loaded else t for t in teachers]
+                teachers = [t.over_ranks(ranks.shard_model) for t in teachers]
         keep = activation_store(settings.activations, settings.folder)
         install_recompute(loaded.model, settings.recompute, loaded.adapter, keep)
         self.loaded = ranks.shard_model(loaded)

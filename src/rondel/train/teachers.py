@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,19 @@ class Teacher:
 
     def applies_to(self, stream: str) -> bool:
         return self.source in (None, stream)
+
+    def over_ranks(self, shard: Callable[[LoadedModel], LoadedModel]) -> Teacher:
+        """The same, of which each rank holds what `shard` leaves it; one that is read is tried at once."""
+        if self.loaded is not None:
+            return replace(self, loaded=shard(self.loaded))
+        if (read := self.read) is None:
+            return self
+
+        def read_part() -> LoadedModel:
+            return shard(read())
+
+        read_part()
+        return replace(self, read=read_part)
 
 
 class TeacherEnsemble(Sequence[Teacher]):

@@ -115,8 +115,7 @@ class EnginesConfig(SettingsTable):
     )
     prefill: bool = Field(
         False,
-        description="each has a second process, which computes prompts while the first one decodes; on a CPU, "
-        "not with tp",
+        description="each has as many processes again, which compute prompts while the others decode; on a CPU",
     )
     encoders: Annotated[int, Field(ge=0, le=1)] = Field(
         0,
@@ -206,7 +205,7 @@ class PlaceConfig(ConfigSection):
     @property
     def engine_processes(self) -> int:
         """Of each engine."""
-        return self.engine_tp * self.engine_dp + self.engine_prefill + self.engine_encoders
+        return self.engine_tp * self.engine_dp * (1 + self.engine_prefill) + self.engine_encoders
 
     @property
     def engine_sizes(self) -> str:
@@ -245,8 +244,9 @@ class PlaceConfig(ConfigSection):
         sizes = _sizes(
             *(each.get(key, none) for key, none in (("tp", 1), ("dp", 1), ("prefill", False), ("encoders", 0)))
         )
-        apart = [size for size in sizes if not size.startswith("encoders") or each.get("prefill")]
-        if len(apart) > 1:  # a process that encodes pictures is beside all but one for prompts
+        beside = "tp" if each.get("prefill") else "encoders"  # processes for prompts may be beside tp, for pictures
+        apart = [size for size in sizes if not size.startswith(beside)]  # beside tp or dp
+        if len(apart) > 1:
             raise ValueError(f"engines: {' with '.join(apart)} is not supported; leave one of them out")
         if (dp := each.get("dp", 1)) > 1 and each["ep"] != dp:
             raise ValueError(

@@ -15,9 +15,9 @@ from rondel.core.types import Begin, Commit, Message, Route
 from rondel.generate.engine.builtin.feature_exchange import receive_features
 from rondel.generate.engine.builtin.idle_pass import idle_pass
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
-from rondel.generate.engine.builtin.part_receiver import PartReceiver
+from rondel.generate.engine.builtin.part_receiver import PartReceiver, wrong_tensors
 from rondel.generate.engine.builtin.rank_channel import receive_tensor
-from rondel.generate.engine.builtin.shared_pools import SharedPools
+from rondel.generate.engine.builtin.shared_pools import share_pools
 from rondel.generate.engine.builtin.states import StateMemory
 from rondel.models.cache_pools import LayerPools
 from rondel.models.collectives import compared_columns
@@ -71,6 +71,8 @@ class EngineFollower:
             "compare": self._give_columns,
             "share": self._share,
             "rows": self._give_rows,
+            "halves": self._compute_half,
+            "head": self._multiply_rows,
             "sleep": self._sleep,
             "wake": self._wake,
             "open": self._open,
@@ -103,9 +105,30 @@ class EngineFollower:
             layout.states = SlotStates(states, [tuple(run) for run in facts["runs"]], self.device)
         tape = _new_tape(self.loaded, facts.get("records"))
         self._compute(facts, tokens, positions, layout, tape, seen)
-        if facts.get("answers"):  # the other rank is about to read what was written
-            self.compute.send(torch.zeros(1, dtype=torch.int64), 0)
-        if tape is not None:
+        if facts.get("answers") and self.half:
+            self._end_prefill(tape)
+
+    @property
+    def half(self) -> int:
+        """1 of the ranks that compute prompts for the others."""
+        return self.compute.index // self.part.cuts.ranks.size
+
+    @torch.inference_mode()
+    def _compute_half(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        """Of a step whose prompts one half of the ranks computes, and whose single tokens the other."""
+        own, first = facts["parts"][self.half], facts["parts"][0]["tensors"] * self.half
+        if not own["tensors"]:
+            return
+        tokens, positions, *rest = tensors[first : first + own["tensors"]]
+        tape = _new_tape(self.loaded, facts["records"])
+        self._compute(facts, tokens, positions, rebuild_layout(own["layout"], rest, self.keys, self.values), tape)
+        if self.half:
+            self._end_prefill(tape)
+
+    def _end_prefill(self, tape: RoutingTape | None) -> None:
+        """The other half is about to read what was written."""
+        self.compute.send(torch.zeros(1, dtype=torch.int64), 0)
+        if tape is not None and self.part.cuts.ranks.index == 0:
             routes = tape.recorded_routes
             self.compute.send(torch.tensor(routes.shape), 0)
             self.compute.send(routes, 0)
@@ -120,7 +143,7 @@ class EngineFollower:
         seen: VisionFeatures | None = None,
     ) -> None:
         """One pass, whose hidden states are kept for as long as the leader keeps its own."""
-        self._hidden = {number: self._hidden[number] for number in facts["alive"]}
+        self._hidden = {number: self._hidden[number] for number in facts["alive"] if number in self._hidden}
         self._hidden[facts["number"]] = self.loaded.hidden_states(tokens, positions, layout, tape, seen)
 
     @torch.inference_mode()
@@ -157,14 +180,20 @@ class EngineFollower:
 
     @torch.inference_mode()
     def _give_rows(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
-        self.compute.send(self._hidden[facts["number"]].index_select(0, tensors[0]), 0)
+        if self.half and self.part.cuts.ranks.index == 0:
+            self.compute.send(self._hidden[facts["number"]].index_select(0, tensors[0]), 0)
+
+    @torch.inference_mode()
+    def _multiply_rows(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        """Hidden states that the leader has, with this rank's part of the head."""
+        if not self.half:
+            ranks = self.part.cuts.ranks
+            rows = receive_tensor(facts["dtype"], facts["shape"], ranks.broadcast, self.device)
+            self.part.join_logits(self.loaded.head.logits(rows))
 
     def _share(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
-        """The leader's cache, mapped."""
-        self.keys, self.values = (
-            SharedPools(facts["pages"], {layer: (k, d) for layer, k, d in each}, self.loaded.dtype, path)
-            for each, path in zip(facts["layers"], facts["paths"])
-        )
+        """One cache with the rank of the other half that has the same key heads."""
+        self.keys, self.values = share_pools(self.loaded, facts["pages"], self.compute, self.part.cuts.ranks.size)
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -218,9 +247,13 @@ class EngineFollower:
         self._stream = None
         if facts["proof"]:
             proof = self.receiver.proof
-            self.compute.all_reduce(
-                torch.zeros(facts["proof"], dtype=torch.int64, device=self.device) if proof is None else proof.values
-            )
+            ranks = self.part.cuts.ranks
+            if proof is None:
+                ranks.all_reduce(torch.zeros(facts["proof"], dtype=torch.int64, device=self.device))
+            elif ranks.index:
+                ranks.all_reduce(proof.values)
+            elif wrong := proof.find_wrong(ranks):  # the first of those that compute prompts
+                self._fault = self._fault or wrong_tensors(wrong)
         if not self._fault:
             try:
                 self.receiver.finish_data(self._route)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rondel.core.errors import SyncError
 from rondel.core.types import Commit, Manifest, Route
-from rondel.generate.engine.builtin.part_receiver import PASSED_ON, READ_BY_ALL, PartReceiver
+from rondel.generate.engine.builtin.part_receiver import PASSED_ON, READ_BY_ALL, PartReceiver, wrong_tensors
 from rondel.generate.engine.builtin.rank_channel import raw_bytes
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ class LeadReceiver(PartReceiver):
         with self.lead.together():
             if do:
                 self.lead.send(do, **facts)
-            wrong = self.proof.find_wrong(self.lead.compute) if do == "read" and self.proof is not None else []
+            wrong = self.proof.find_wrong(self.part.cuts.ranks) if do == "read" and self.proof is not None else []
             faults = self.lead.channel.report("")
         if wrong and not any(faults):
-            raise SyncError(f"{len(wrong)} tensors arrived with other bits than were sent, first {wrong[0]}")
+            raise SyncError(wrong_tensors(wrong))
         if told := [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault]:
             raise SyncError("; ".join(told))
 

@@ -77,6 +77,10 @@ class PartDigests:
         return [name for name, row in self.rows.items() if self._sums[name].digest() != row.digest]
 
 
+def wrong_tensors(found: Sequence[str]) -> str:
+    return f"{len(found)} tensors arrived with other bits than were sent, first {found[0]}"
+
+
 class PartReceiver(WeightReceiver):
     """One rank's side of an update."""
 
@@ -168,7 +172,7 @@ class PartReceiver(WeightReceiver):
         own = dict(self.loaded.model.named_parameters()) | dict(self.loaded.model.named_buffers())
         wrong = [name for name, digest in self._written.items() if names.tensor_digest(own[name]) != digest]
         if wrong:
-            raise SyncError(f"{len(wrong)} tensors arrived with other bits than were sent, first {wrong[0]}")
+            raise SyncError(wrong_tensors(wrong))
 
     def drop_update(self) -> bool:
         self._joined = {}

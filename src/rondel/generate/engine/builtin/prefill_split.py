@@ -1,9 +1,10 @@
-"""Prompts computed in one process, answers in another: a step's chunks and its decoding rows run side by side.
+"""Prompts computed by one half of an engine's ranks, answers by the other: a step's chunks and its decoding rows run side by side.
 
-    prefill process   chunks of prompts ──> keys and values │ memory that both map │ ──> the rows that are drawn from
-    this process      one token of every decoding request    │  read in place       │     and everything else
-A step takes as long as the longer of its two parts, where one process computes both in turn. Both have the whole model,
-and both compute what is scored, such as the probe of an update: they must agree.
+    prompts   ranks n ... 2n-1   chunks of prompts ──> keys and values │ memory that both map │ ──> the rows that are drawn from
+    answers   ranks 0 ... n-1    one token of every decoding request    │  read in place       │     and everything else
+A step takes as long as the longer of its two parts, where one half computes both in turn. The ranks of each half share
+every matrix (n = 1: each has the whole model), and rank n + i has the key heads of rank i, so that keys and values are
+handed over by being written. Both halves compute what is scored, such as the probe of an update: they must agree.
 """
 
 from __future__ import annotations
@@ -18,22 +19,25 @@ from torch import Tensor
 from rondel.core.errors import ConfigError, EngineError
 from rondel.generate.engine.builtin.lead_rank import LeadRank
 from rondel.generate.engine.builtin.pages import EngineCaches
-from rondel.generate.engine.builtin.shared_pools import PoolShapes, SharedPools
-from rondel.models.cache_pools import LayerPools
+from rondel.generate.engine.builtin.rank_channel import raw_bytes
+from rondel.generate.engine.builtin.shared_pools import share_pools
 from rondel.models.image_features import VisionFeatures
+from rondel.models.layout_message import describe_layout
 from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
-from rondel.models.paged_layout import PagedLayout, PrefillChunk
+from rondel.models.paged_layout import PagedLayout
 from rondel.models.routing_tape import RoutingTape
-
-PREFILL = 1  # the rank that computes prompts
 
 
 class PrefillLead(LeadRank):
-    """The rank that decodes."""
+    """The first rank of those that decode. `half`: how many do."""
+
+    @property
+    def half(self) -> int:
+        return self.part.cuts.ranks.size
 
     def attach(self, caches: EngineCaches) -> None:
-        """The cache moves into memory that both processes map."""
+        """The cache moves into memory that processes of both halves map."""
         loaded, pages, states = self.part.loaded, caches[0].pages, caches[0].states
         for found, what in (
             (states is not None, f"recurrent states of '{loaded.name}' are not shared between processes"),
@@ -42,48 +46,84 @@ class PrefillLead(LeadRank):
         ):
             if found:
                 raise ConfigError(f"place.engines.prefill = true: {what}. Leave it out")
-        shapes, count = pool_shapes(loaded), pages.keys.pages
-        pages.keys, pages.values = (SharedPools(count, each, loaded.dtype) for each in shapes)
-        self._cache = pages.keys
+        count = pages.keys.pages
         with self.together():
-            told = [[[layer, *shape] for layer, shape in each.items()] for each in shapes]
-            self.send("share", pages=count, layers=told, paths=[pages.keys.path, pages.values.path])
+            self.send("share", pages=count)
+            pages.keys, pages.values = share_pools(loaded, count, self.compute, self.half)
+        self._cache = pages.keys
 
     def shares_pools(self, layout: PagedLayout) -> bool:
         """Whether a pass writes into the cache, and not into pools of its own."""
         return layout.keys is self._cache
 
-    def start_prefill(self, tokens: Tensor, positions: Tensor, layout: PagedLayout, records: int | None) -> int:
-        """Begin one pass elsewhere. -> its number."""
-        return self.send_pass(tokens, positions, layout, answers=True, records=records)
+    def start_halves(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        answers: PagedLayout | None,
+        prompts: PagedLayout | None,
+        width: int | None,
+    ) -> int:
+        """Announce one step: to one half its prompts, which come first, to the other the rest. `width`: of a tape.
+        -> its number.
+        """
+        c, parts, sent = 0 if prompts is None else len(prompts.write), list[dict[str, Any]](), list[Tensor]()
+        for layout, own in ((answers, slice(c, None)), (prompts, slice(c))):
+            header, tensors = ({}, []) if layout is None else describe_layout(layout)
+            told = [] if layout is None else [tokens[own], positions[own], *tensors]
+            parts.append({"layout": header, "tensors": len(told)})
+            sent += told
+        return self.announce_pass("halves", *sent, parts=parts, records=width)
 
-    def wait_for_prefill(self, rows: int, tape: RoutingTape | None) -> Tensor | None:
+    def wait_for_prefill(self, tape: RoutingTape | None) -> Tensor | None:
         """Its keys and values exist. -> the experts that its tokens went to, if they are recorded."""
-        self.compute.receive(torch.zeros(1, dtype=torch.int64), PREFILL)
-        if tape is None:
-            return None
-        shape = torch.zeros(3, dtype=torch.int64)
-        return self.compute.receive(
-            torch.empty(*self.compute.receive(shape, PREFILL).tolist(), dtype=torch.int64), PREFILL
-        )
+        for rank in range(self.half, self.size):
+            self.compute.receive(torch.zeros(1, dtype=torch.int64), rank)
+            if tape is not None and rank == self.half:
+                shape = torch.zeros(3, dtype=torch.int64)
+                theirs = torch.empty(*self.compute.receive(shape, rank).tolist(), dtype=torch.int64)
+                self.compute.receive(theirs, rank)
+        return None if tape is None else theirs
 
     def fetch_rows(self, number: int, rows: Tensor) -> Tensor:
         """Hidden states of some rows of a pass elsewhere: [C] -> [C, D]."""
         self.send("rows", rows, number=number)
         loaded = self.part.loaded
         out = torch.empty(len(rows), loaded.head.weight.shape[1], dtype=loaded.dtype)
-        return self.compute.receive(out, PREFILL)
+        return self.compute.receive(out, self.half)
+
+    def multiply_rows(self, picked: Tensor) -> Tensor:
+        """Logits of hidden states that this rank has, by all that share the head: [C, D] -> [C, V]."""
+        head, ranks = self.part.loaded.head, self.part.cuts.ranks
+        if ranks.size == 1:
+            return head.logits(picked)
+        with self.together():
+            self.send("head", dtype=str(picked.dtype).removeprefix("torch."), shape=list(picked.shape))
+            ranks.broadcast(raw_bytes(picked))
+            whole = self.part.join_logits(head.logits(picked))
+            assert whole is not None, "the first rank has them"
+            return whole
 
 
 @dataclass(slots=True)
 class SplitModel(LoadedModel):
-    """The model of the rank that decodes: prompts go to the other one."""
+    """The part of the first rank that decodes: prompts go to the other half."""
 
     lead: PrefillLead | None = field(default=None, repr=False)
 
     @property
     def leads_ranks(self) -> bool:
         return True
+
+    @property
+    def vocabulary(self) -> int:
+        assert self.lead is not None
+        return self.lead.part.vocabulary
+
+    @property
+    def token_count(self) -> int:
+        assert self.lead is not None
+        return self.lead.part.token_count
 
     def hidden_states(
         self,
@@ -94,45 +134,48 @@ class SplitModel(LoadedModel):
         seen: VisionFeatures | None = None,
     ) -> Tensor:
         """Rows of prompts are left empty: `logits` asks for those that are wanted."""
-        assert self.lead is not None
-        c = sum(chunk.length for chunk in layout.chunks)
-        if not c:
+        lead, c = self.lead, sum(chunk.length for chunk in layout.chunks)
+        assert lead is not None
+        if not c and lead.half == 1:
             return LoadedModel.hidden_states(self, tokens, positions, layout, tape, seen)
-        with self.lead.together():
-            mine = PagedLayout(layout.keys, layout.values, layout.write[:c], layout.chunks)
-            records = None if tape is None else tape.width
-            number = self.lead.start_prefill(tokens[:c], positions[:c], mine, records)
+        width = None if tape is None else tape.width
+        with lead.together():
             hidden = torch.zeros(len(tokens), self.head.weight.shape[1], dtype=self.dtype)
             routes: list[Tensor] = []
-            if not self.lead.shares_pools(layout):
+            if not lead.shares_pools(layout):  # of what is scored, which is all prompt
+                number = lead.send_pass(tokens, positions, layout, answers=True, records=width)
                 hidden = LoadedModel.hidden_states(self, tokens, positions, layout)
-            elif layout.decoding is not None:
-                rest = PagedLayout(layout.keys, layout.values, layout.write[c:], [], layout.decoding)
-                own = None if tape is None else tape.repeated()
-                hidden[c:] = LoadedModel.hidden_states(self, tokens[c:], positions[c:], rest, own)
-                routes = [] if own is None else [own.recorded_routes]
-            theirs = self.lead.wait_for_prefill(c, tape)
-            if tape is not None and theirs is not None:
-                tape.restore_records(torch.cat([theirs, *routes]))
-            self.lead.remember_pass(number, hidden)
-            self.lead.prompt_rows[number] = c
+            else:
+                prompts = PagedLayout(layout.keys, layout.values, layout.write[:c], layout.chunks) if c else None
+                rest = None
+                if layout.decoding is not None:
+                    rest = PagedLayout(layout.keys, layout.values, layout.write[c:], [], layout.decoding)
+                number = lead.start_halves(tokens, positions, rest, prompts, width)
+                if rest is not None:
+                    own = None if tape is None else tape.repeated()
+                    hidden[c:] = LoadedModel.hidden_states(self, tokens[c:], positions[c:], rest, own)
+                    routes = [] if own is None else [own.recorded_routes]
+            theirs = lead.wait_for_prefill(tape) if c else None
+            if tape is not None:
+                tape.restore_records(torch.cat([*([] if theirs is None else [theirs]), *routes]))
+            lead.remember_pass(number, hidden)
+            lead.prompt_rows[number] = c
         return hidden
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        assert self.lead is not None
-        number = self.lead.find_pass(hidden)
-        if number is None:
-            return LoadedModel.logits(self, hidden, rows)
-        picked, elsewhere = hidden.index_select(0, rows), rows < self.lead.prompt_rows[number]
-        if not bool(elsewhere.any()):
-            return self.head.logits(picked)
-        with self.lead.together():
-            theirs = self.lead.fetch_rows(number, rows[elsewhere])
+        lead, picked = self.lead, hidden.index_select(0, rows)
+        assert lead is not None
+        number = lead.find_pass(hidden)
+        elsewhere = rows < (0 if number is None else lead.prompt_rows[number])
+        if number is None or not bool(elsewhere.any()):
+            return lead.multiply_rows(picked)
+        with lead.together():
+            theirs = lead.fetch_rows(number, rows[elsewhere])
         if bool(picked[elsewhere].any()):  # computed here, too
-            self._compare(self.head.logits(picked[elsewhere]), self.head.logits(theirs))
+            self._compare(lead.multiply_rows(picked[elsewhere]), lead.multiply_rows(theirs))
         else:
             picked[elsewhere] = theirs
-        return self.head.logits(picked)
+        return lead.multiply_rows(picked)
 
     def _compare(self, ours: Tensor, theirs: Tensor) -> None:
         gap = float((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().mean())
@@ -141,17 +184,3 @@ class SplitModel(LoadedModel):
                 f"the process of prompts and the one that decodes score a text differently, by {gap:.3g} nats a token "
                 f"(limit {PARITY[self.dtype]}): one of them has other weights"
             )
-
-
-@torch.inference_mode()
-def pool_shapes(loaded: LoadedModel) -> tuple[PoolShapes, PoolShapes]:
-    """What the layers of a model keep of a token: of keys, and of values."""
-    where = torch.arange(1, 3, device=loaded.device)
-    keys, values = LayerPools(4), LayerPools(4)
-    loaded.hidden_states(where, where - 1, PagedLayout(keys, values, where, [PrefillChunk(0, 2, where)]))
-    return _shapes_in(keys), _shapes_in(values)
-
-
-def _shapes_in(pools: Any) -> PoolShapes:
-    made: dict[int, Tensor] = pools._pools
-    return {layer: (pool.shape[0], pool.shape[2]) for layer, pool in made.items()}
