@@ -302,7 +302,6 @@ def refusals_of_steps(
             f"place.mesh = {mesh}: it is trained in {', '.join(axes)}; leave {' and '.join(cut)} out",
         ),
         (job.place.engine_processes == 1, "an engine of several processes splits a model with a cache: use one"),
-        (not job.run.record, "run.record replays caches of tokens: leave it out"),
         (
             not job.trainer.memory.offload,
             "trainer.memory.offload makes room for the pages of a cache, and there are none",
