@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,10 +33,19 @@ from rondel.generate.envs.frame_worlds import open_frame_world  # noqa: E402
 WORLD = "rondel.generate.envs.catch:SmoothCatch"
 
 
+ALL = {"model__path__reads": "all", "loop__seed": 1}  # an expert that attends to keys and values of all tokens
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2 steps of flow matching, then 3 of GRPO with 2 groups of 4 episodes of 2 chunks."""
-    return made_once(tmp_path_factory, "catch_chunks", lambda folder: run(folder, recipe=CATCH_CHUNKS))
+    return made_once(tmp_path_factory, "catch_chunks", partial(run, recipe=CATCH_CHUNKS))
+
+
+@pytest.fixture(scope="module")
+def reading_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with an expert that reads all."""
+    return made_once(tmp_path_factory, "catch_chunks_all", partial(run, recipe=CATCH_CHUNKS, **ALL))
 
 
 @pytest.mark.slow
@@ -71,6 +82,22 @@ def test_the_stored_chunks_are_those_that_the_world_took(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_expert_that_reads_all_keeps_the_laws(reading_all: Path, tmp_path: Path) -> None:
+    """Laws 1, 2, 3, 4 and 9: ledger and lag, the same bits in engine and trainer, behind a kill and from the store."""
+    check(reading_all, staleness=0, total=5, groups=2)
+    done = [e["metrics"] for e in events(reading_all, "StepDone")]
+    assert all(m["train/gap_max"] == 0 for m in done[2:])
+    assert any("expert" in name for name in final(reading_all))
+    test_the_gradient_is_the_same_for_any_split(reading_all)
+    test_a_step_is_recomputed_from_its_stored_rollouts(reading_all, 5)
+    assert run_and_die(tmp_path / "run", ("StepDone", 4), recipe=CATCH_CHUNKS, **ALL) == -9
+    run(tmp_path / "run", recipe=CATCH_CHUNKS, **ALL)
+    ours, theirs = final(tmp_path / "run"), final(reading_all)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert steps(tmp_path / "run") == steps(reading_all)
+
+
+@pytest.mark.slow
 def test_the_gradient_is_the_same_for_any_split(folder: Path) -> None:
     """Law 3, over the episodes of a stored step."""
     algo = row("grpo")
@@ -103,9 +130,11 @@ def test_a_step_is_recomputed_from_its_stored_rollouts(folder: Path, step: int) 
 
 
 @pytest.mark.slow
-def test_stale_chunks_apart_keep_the_books_with_a_critic(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reads", ["last", "all"])
+def test_stale_chunks_apart_keep_the_books_with_a_critic(tmp_path: Path, reads: str) -> None:
     """Laws 1 and 2 with S = 1, and PPO, whose critic values the picture behind an episode that was cut off."""
-    changes = {"algo": {"kind": "ppo", "group_size": 4, "shaping": {"kind": "none"}}, "task__env__turns": 2}
+    changes: dict[str, Any] = {"model__path__reads": reads}
+    changes |= {"algo": {"kind": "ppo", "group_size": 4, "shaping": {"kind": "none"}}, "task__env__turns": 2}
     changes |= {
         "loop__max_staleness": 1,
         "place__kind": "split",

@@ -16,6 +16,7 @@ from kits.train import batch, row
 from rondel.cli import main
 from rondel.core.errors import ConfigError, ModelError
 from rondel.core.mesh import Mesh
+from rondel.driver import replay
 
 CP, SHARDS, TP, BOTH = Mesh(cp=2), Mesh(shards=2), Mesh(tp=2), Mesh(cp=2, tp=2)
 LENGTHS = [[3, 5, 1], [2, 2], [4, 4, 4, 1]]
@@ -124,6 +125,8 @@ def test_a_run_of_videos_over_a_mesh(tmp_path, place, axis):
     check(tmp_path / "run", staleness=0, total=2)
     done = [e["metrics"] for e in events(tmp_path / "run", "StepDone")]
     assert all(m["train/gap_max"] < 1e-5 and m["train/grad_norm"] > 0 for m in done[1:])
+    again = replay.replay(tmp_path / "run", 2)  # by the job.toml of the run, which names every key, in one process
+    assert again["train/grad_norm"] == pytest.approx(done[1]["train/grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("mesh", covering(["cp=2", "tp=2", "cp=2,tp=2"], ["cp=2", "tp=2"]))

@@ -62,14 +62,14 @@ class VlaPolicy:
         "frame": [28, 28],
     }
 
-    def __call__(self, family: str = "qwen2_5_vl") -> LoadedModel:
+    def __call__(self, family: str = "qwen2_5_vl", reads: str = "last") -> LoadedModel:
         tower = dict(self.backbone["vision_config"])
         if family == "qwen2_vl":
             tower = {"depth": 1, "embed_dim": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 7}
         if family == "qwen3_vl":
             tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
         backbone = {"random": family, **self.backbone, "vision_config": tower}
-        loaded = load_model({"random": "flow_vla", "seed": 0, "backbone": backbone, **self.sizes})
+        loaded = load_model({"random": "flow_vla", "seed": 0, "backbone": backbone, "reads": reads, **self.sizes})
         torch.manual_seed(1)
         for parameter in loaded.model.parameters():
             if parameter.ndim > 1:

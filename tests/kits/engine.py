@@ -30,9 +30,11 @@ LLAMA = {"random": "llama", **SIZE, "seed": 3}
 
 def tiny(kind: str = "llama", **config) -> LoadedModel:
     """Random weights, larger than initialised, so that attention looks somewhere and
-    distributions are far from uniform.
+    distributions are far from uniform. A llama has SIZE where it is not told otherwise; another family, whose keys may be
+    others, all of its sizes or none.
     """
-    loaded = load_model({"random": kind, "seed": 3, **(config or SIZE)}, dtype="float32")
+    sizes = SIZE | config if kind == "llama" else config or SIZE
+    loaded = load_model({"random": kind, "seed": 3, **sizes}, dtype="float32")
     with torch.no_grad():
         for name, p in loaded.model.named_parameters():
             if p.dim() > 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from kits.runs import final, tiny
+from rondel.core.config.job import Job
 from rondel.core.events import Admitted, Event, GroupFinished, StepDone, subscribe
 from rondel.driver import replay
 from rondel.runtime.journal import store
@@ -46,8 +47,8 @@ class Straggler:
         return waiting
 
 
-def delays(seed: int, straggler: Straggler | None = None):
-    """Engine and trainer sleep a while before each thing that they do."""
+def delays(seed: int, straggler: Straggler | None = None, engine_s: float = 0.004):
+    """Engine and trainer sleep a while before each thing that they do, the engine at most so many seconds."""
     chance = random.Random(seed)
 
     def slow(function, most):
@@ -58,8 +59,10 @@ def delays(seed: int, straggler: Straggler | None = None):
         return later
 
     def built(parts) -> None:
-        engine, trainer = parts.engine, parts.trainer
-        engine.serving.run, trainer.step = slow(engine.serving.run, 0.004), slow(trainer.step, 0.03)
+        for engine in getattr(parts.engine, "each", {"": parts.engine}).values():
+            serving = getattr(engine, "serving", engine)
+            serving.run = slow(serving.run, engine_s)
+        parts.trainer.step = slow(parts.trainer.step, 0.03)
         parts.pool.score = slow(parts.pool.score, 0.02)
         if straggler:
             parts.pool.score = straggler.wait_in(parts.pool.score)
@@ -68,11 +71,15 @@ def delays(seed: int, straggler: Straggler | None = None):
 
 
 def record(folder: Path, seed: int, straggler: Straggler | None = None, **changes) -> list[dict]:
+    return record_job(tiny(folder, **{**BASE, **changes}), seed, straggler)
+
+
+def record_job(job: Job, seed: int, straggler: Straggler | None = None, engine_s: float = 0.004) -> list[dict]:
     from rondel.assemble import train
 
-    deaf = subscribe(straggler.hear) if straggler else lambda: None
+    folder, deaf = Path(job.run.folder), subscribe(straggler.hear) if straggler else lambda: None
     try:
-        train(tiny(folder, **{**BASE, **changes}), quiet=True, built=delays(seed, straggler))
+        train(job, quiet=True, built=delays(seed, straggler, engine_s))
     finally:
         deaf()
     return [

@@ -34,6 +34,12 @@ class GoldFails(Good):
         return Score(float(said == f"<{gold}>"))
 
 
+class GoldFallsShort(Good):
+    """Names more than any answer gets."""
+
+    maximum = 2.0
+
+
 class WrongScores(Good):
     def worth(self, said, gold):
         return Score(float(said != ""))

@@ -63,6 +63,16 @@ def test_a_fault_is_found_by_its_name(tmp_path, env, what, said, request):
     assert all(f.remedy for f in found.findings if not f.ok)
 
 
+def test_gold_below_the_maximum_that_an_environment_names_is_a_warning(tmp_path, unhurried):
+    for env, told in (
+        ("Good", "score the maximum seen, 1"),
+        ("GoldFallsShort", "score less than the reward's maximum, 2"),
+    ):
+        found = checked(tmp_path, f"kits.rehearsed_envs:{env}", **unhurried)
+        [gold] = [f for f in found.findings if f.what == "gold"]
+        assert found.ok and told in gold.message and gold.warning == (env == "GoldFallsShort")
+
+
 def test_a_reward_is_asked_where_the_environment_does_not_score(tmp_path, unhurried):
     found = checked(tmp_path, "single_turn", **unhurried)
     assert found.ok and found.figures["reward_p95_s"] > 0 and found.figures["turns"] == 1

@@ -12,6 +12,7 @@ from kits.flows import asked, engine, flow
 from kits.stepwise import drawn_of, killed, parted
 from rondel.core.errors import EngineError, UserError
 from rondel.core.types import Request, Sampling
+from rondel.generate.engine.resumption import generate_until_done
 from rondel.models.flow.transition import entropy, log_density, step_coefficients, step_mean
 from rondel.models.noise import draw_normal
 from rondel.models.packed_steps import PackedSteps
@@ -46,6 +47,20 @@ def test_chains_keep_the_marginals_of_the_flow():
         velocity = (sigma - (1 - sigma) * spread**2) / var * deviation - mean  # E[noise - x0 | x]
         points = a * points + b * velocity + std * noise.normal(size=len(points))
     assert points.mean() == pytest.approx(mean, abs=0.03) and points.std() == pytest.approx(spread, abs=0.03)
+
+
+def test_a_chain_that_was_interrupted_before_its_first_step_is_drawn_as_if_nothing_had_been():
+    async def ask(cut: bool):
+        e = engine()
+        await e.pause("hold")
+        waiting = asyncio.ensure_future(generate_until_done(e.generate, asked(1)))
+        await asyncio.sleep(0)
+        assert not cut or await e.abort(lambda request: True) == 1
+        await e.resume()
+        return await waiting
+
+    whole, cut = asyncio.run(ask(False)), asyncio.run(ask(True))
+    assert cut.steps == whole.steps and cut.logprobs == whole.logprobs
 
 
 def test_density_gradient_and_entropy_against_torch():

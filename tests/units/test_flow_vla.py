@@ -14,11 +14,14 @@ from rondel.core.errors import ModelError
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.generate.envs.experts import matching_chain
 from rondel.models import vision
+from rondel.models.control.action_expert import _AttendPlaces, attend_places
+from rondel.models.flow.transition import sinusoidal
 from rondel.models.load import load_model, tokenizer_of
 from rondel.models.packed_steps import PackedSteps
 from rondel.runtime.journal.wal import TokenLog
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+READS = pytest.mark.parametrize("reads", ["last", "all"])
 
 
 def random_steps(loaded, counts, seed=0):
@@ -32,29 +35,115 @@ def random_steps(loaded, counts, seed=0):
     return PackedSteps.of(np.split(rows.astype(np.float32), np.cumsum(counts)[:-1]), prompts, "cpu")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_states_are_those_of_the_backbone_in_transformers_own_pass(family):
-    loaded = vla_policy(family)
-    steps, inner = random_steps(loaded, [2, 3]), loaded.model.backbone
-    found = loaded.head.states(steps)
+def own_passes(loaded, steps):
+    """Of each step what transformers' own pass of the backbone says of its picture and instruction alone."""
+    inner, sight = loaded.model.backbone, loaded.model.sight
     inner.set_attn_implementation("eager")
-    (begin, end, place), sight = (
-        (inner.config.vision_start_token_id, inner.config.vision_end_token_id, inner.config.image_token_id),
-        loaded.model.sight,
-    )
+    config = inner.config
+    begin, end, place = config.vision_start_token_id, config.vision_end_token_id, config.image_token_id
     prompts = [own.tolist() for own in steps.prompt.tensor_split(steps.begins[1:])]
-    for row, of, state in zip(steps.rows, steps.prompt_of.tolist(), found, strict=True):
+    for row, of in zip(steps.rows, steps.prompt_of.tolist(), strict=True):
         image = Image.from_pixels(row[: loaded.head.observed].numpy().astype(np.uint8).reshape(28, 28, 3), 14)
         tokens = [begin, *[place] * 4, end, *prompts[of]]
         given = vision.as_given(sight, tokens, [ImagePlaceholder(1, image)])
         with torch.no_grad():
-            hidden = inner(torch.tensor([tokens]), use_cache=False, **given).last_hidden_state[0, -1]
-            [layer] = loaded.model.layers
-            assert torch.allclose(layer(hidden).tanh(), state, atol=2e-5)
+            yield inner(torch.tensor([tokens]), use_cache=True, **given), image
 
 
-def test_a_step_has_the_same_density_alone_and_in_company():
-    loaded = vla_policy()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_are_those_of_the_backbone_in_transformers_own_pass(family):
+    loaded = vla_policy(family)
+    steps = random_steps(loaded, [2, 3])
+    found = loaded.head.states(steps)
+    [layer] = loaded.model.layers
+    for (said, _), state in zip(own_passes(loaded, steps), found, strict=True):
+        assert torch.allclose(layer(said.last_hidden_state[0, -1]).tanh(), state, atol=2e-5)
+
+
+def norm(x, layer):
+    return (x - x.mean()) / (x.var(correction=0) + 1e-5).sqrt() * layer.weight + layer.bias
+
+
+def turned(x, at, config):
+    """A head of a query or key at the place `at` of text, by complex numbers (arXiv:2104.09864)."""
+    half, theta = len(x) // 2, config.rope_parameters["rope_theta"]
+    angles = at * theta ** (-torch.arange(half) / half)
+    found = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones(half), angles.float())
+    return torch.cat([found.real, found.imag])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_expert_attends_to_keys_and_values_of_transformers_own_pass(family):
+    """Velocities, token by token and head by head: a query sees the whole prefix and the chunk's own, both ways."""
+    loaded = vla_policy(family, reads="all")
+    steps, model = random_steps(loaded, [1, 2]), loaded.model
+    x, sigma = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(5)), torch.tensor([1.0, 1 / 3])
+    with torch.no_grad():
+        ours = model.velocity(x, sigma, loaded.head.states(steps))
+    text, expert = model.config.backbone_config.get_text_config(), model.expert
+    heads, groups = text.num_attention_heads, text.num_attention_heads // text.num_key_value_heads
+    for n, (said, image) in enumerate(own_passes(loaded, steps)):
+        prefix = said.last_hidden_state.shape[1]
+        places = prefix - image.tokens + max(image.rows, image.columns)  # a picture takes as many as its longest side
+        state = model.layers[0](said.last_hidden_state[0, -1]).tanh()
+        for s, level in enumerate(sigma):
+            chunk = [expert.enter(torch.cat([a, sinusoidal(level[None], 6)[0]])) + state for a in x[n, s].view(2, 3)]
+            for layer, cached in zip(expert.layers, said.past_key_values.layers, strict=True):
+                normed = [norm(h, layer.norm) for h in chunk]
+                q, k, v = (
+                    [part(h).view(-1, layer.size) for h in normed] for part in (layer.query, layer.key, layer.value)
+                )
+                for h, hidden in enumerate(chunk):
+                    seen = []
+                    for head in range(heads):
+                        group = head // groups
+                        keys = [*cached.keys[0, group], *(turned(k[i][group], places + i, text) for i in range(2))]
+                        values = torch.stack([*cached.values[0, group], *(v[i][group] for i in range(2))])
+                        query = turned(q[h][head], places + h, text)
+                        scores = torch.stack([query @ key for key in keys]) / layer.size**0.5
+                        seen.append(scores.softmax(0) @ values)
+                    chunk[h] = hidden + layer.out(torch.cat(seen))
+                chunk = [h + layer.down(torch.nn.functional.silu(layer.up(norm(h, layer.norm_up)))) for h in chunk]
+            acted = torch.cat([model.act(norm(h, expert.norm)) for h in chunk])
+            assert torch.allclose((x[n, s] - acted) / level, ours[n, s], atol=2e-4), (n, s)
+
+
+def test_the_gradient_of_the_experts_attention_is_that_of_torch():
+    """Over contexts of 3, 70 and 66 places, more than a block of them, of which some are shared."""
+    noise = torch.Generator().manual_seed(0)
+    q, keys, values = (torch.randn(n, h, 8, generator=noise) for n, h in ((3, 4), (90, 2), (90, 2)))
+    places, lengths = torch.randint(0, 90, (3, 70), generator=noise), torch.tensor([3, 70, 66])
+    given = [x.requires_grad_() for x in (q, keys, values)]
+    weight, found = torch.randn(3, 4, 8, generator=noise), []
+    for attend in (_AttendPlaces.apply, attend_places):
+        out = attend(*given, places, lengths)
+        found.append((out.detach(), *torch.autograd.grad((out * weight).sum(), given)))
+    plain = []
+    for i, n in enumerate(lengths.tolist()):
+        k, v = (x[places[i, :n]].repeat_interleave(2, 1) for x in (keys, values))
+        plain.append(torch.einsum("hc,chd->hd", (torch.einsum("hd,chd->hc", q[i], k) / 8**0.5).softmax(1), v))
+    found.append((torch.stack(plain).detach(), *torch.autograd.grad((torch.stack(plain) * weight).sum(), given)))
+    for one in found[:2]:
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one, found[2], strict=True))
+
+
+def test_an_expert_reads_what_the_last_hidden_state_does_not_tell():
+    """Of keys and values of the first layer, which the states are not computed from."""
+    loaded = vla_policy(reads="all")
+    read = loaded.head.states(random_steps(loaded, [2]))
+    x, sigma = torch.zeros(2, 1, 6), torch.tensor([0.5])
+    before = loaded.model.velocity(x, sigma, read)
+    for layer in range(2):
+        for token in range(len(read.values[0])):
+            values = [v.clone() for v in read.values]
+            values[layer][token] += 1.0
+            assert not torch.equal(loaded.model.velocity(x, sigma, replace(read, values=values)), before)
+
+
+@READS
+def test_a_step_has_the_same_density_alone_and_in_company(reads):
+    loaded = vla_policy(reads=reads)
     steps = random_steps(loaded, [2, 4, 1])
     together, entropy = loaded.head.evaluate_steps(steps, temperature=0.7)
     prompts = [own.tolist() for own in steps.prompt.tensor_split(steps.begins[1:])]
@@ -64,8 +153,9 @@ def test_a_step_has_the_same_density_alone_and_in_company():
     assert len(set(together.tolist())) == 7 and len(set(entropy.tolist())) == 1
 
 
-def test_equal_pictures_are_read_once_and_have_the_gradient_of_two():
-    loaded = vla_policy()
+@READS
+def test_equal_pictures_are_read_once_and_have_the_gradient_of_two(reads):
+    loaded = vla_policy(reads=reads)
     steps, read = random_steps(loaded, [2]), []
     loaded.model.register_forward_pre_hook(lambda module, given: read.append(len(given[0].images)))
     loaded.head.evaluate_steps(steps)[0].sum().backward()
@@ -79,9 +169,10 @@ def test_equal_pictures_are_read_once_and_have_the_gradient_of_two():
         assert torch.allclose(one.grad, two, atol=1e-5 * (1 + two.abs().max()))
 
 
-def test_without_noise_a_demonstrated_chain_is_flow_matching():
+@READS
+def test_without_noise_a_demonstrated_chain_is_flow_matching(reads):
     """-½ of the squared distance of v to noise - chunk, a mean of the K levels, and a constant; in float64."""
-    loaded = vla_policy()
+    loaded = vla_policy(reads=reads)
     loaded.model.double()
     steps = random_steps(loaded, [4])
     chunk = np.random.default_rng(1).normal(size=(4, 6))
@@ -105,8 +196,9 @@ def test_without_noise_a_demonstrated_chain_is_flow_matching():
         assert torch.allclose(p.grad, found[name], atol=1e-8 * (1 + p.grad.abs().max())), name
 
 
-def test_a_chunk_is_drawn_the_same_in_company_and_has_the_trainers_density():
-    loaded = vla_policy()
+@READS
+def test_a_chunk_is_drawn_the_same_in_company_and_has_the_trainers_density(reads):
+    loaded = vla_policy(reads=reads)
 
     async def ask(n, **how):
         e = engine(loaded, **how)
@@ -155,6 +247,8 @@ def test_a_backbone_from_a_folder_keeps_its_weights_and_the_whole_survives_a_fol
         ({"backbone": None}, "no backbone"),
         ({"backbone": {"random": "gemma3"}}, "the backbone of model.path is a gemma3"),
         ({"backbone": {"random": "llama"}}, "the backbone of model.path is a llama"),
+        ({"reads": "all", "num_denoising_layers": 2}, "a layer for each of the backbone's; leave it out"),
+        ({"reads": "some"}, 'reads = "some" of model.path: take "last" or "all"'),
         ({"frame": [28, 30]}, r"28·30 pixels for a backbone with cells of 14·14"),
     ],
 )  # fmt: skip

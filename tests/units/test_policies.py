@@ -467,7 +467,7 @@ def test_what_is_not_carried_is_refused_by_name_before_anything_is_loaded(tmp_pa
         ({"algo__kind": "opd", "model__teacher": "x"}, "model.teacher teaches one"),
         ({"loop__warmup__steps": 2}, "loop.warmup shows answers to one: run it first as a run of its own"),
         ({"trainer__memory__offload": True}, "trainer.memory.offload"),
-        ({"run__record": True}, "run.record"),
+        ({"run__record": True}, 'run.record: engine.numerics = "fast"'),
         ({"engine__speculative": {"kind": "draft", "model": "x"}}, 'use "ngram" or "off"'),
         (
             {"engine__kind": "sglang", "engine__url": "http://127.0.0.1:1", "place__kind": "split"},

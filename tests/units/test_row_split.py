@@ -1,5 +1,6 @@
 """How a packed row lies over the ranks that share it: short families whole, long samples in runs, the work even."""
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -8,11 +9,12 @@ import pytest
 import torch
 
 from kits.row_split import COST, random_row, rank_rows, row_of
-from rondel.core.row_split import EVEN, deal_row, segment_depths, spread_row, work_of
+from rondel.core.errors import ModelError
+from rondel.core.row_split import EVEN, RowDealing, deal_row, segment_depths, spread_row, work_of
 from rondel.models.block_indexer import TokenCount
 from rondel.models.context_parallel import ContextLayout, ContextRanks
 from rondel.models.dense_attention import ScoreRule
-from rondel.models.packed_layout import PackedLayout
+from rondel.models.packed_layout import PackedLayout, PackedSegment
 
 
 def token_work(segments, cost=COST) -> list[np.ndarray]:
@@ -119,6 +121,32 @@ def test_each_rank_attends_as_one_would(monkeypatch, families, ranks, window):
         torch.testing.assert_close(found, expected[rows[rank]])
         counted = layout.states.scan(0, TokenCount(), drawn[rows[rank]])
         torch.testing.assert_close(counted, states[rows[rank]])
+
+
+def test_a_run_whose_tokens_all_see_each_other_stays_so_beside_a_cut(monkeypatch):
+    """Blocks of masks behind a text that is cut, between ranks and whole on one of them."""
+    segments = [PackedSegment(0, 20), PackedSegment(20, 8, 0, causal=False), PackedSegment(28, 5, 0, causal=False)]
+    dealing = RowDealing([0, 1], [14, 14], [[], [2]])
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 33, 2, 4)
+    expected = PackedLayout(segments).attend(0, q, k, v, ScoreRule(0.5))
+    rows = [torch.from_numpy(r) for r in rank_rows(segments, dealing)]
+    for rank in range(2):
+        layout = ContextLayout(segments, dealing, SimpleNamespace(index=rank, size=2), "cpu")
+        waiting = [x[:28] for x in (k, v)]
+        monkeypatch.setattr(layout, "gather_run", lambda x, waiting=waiting: waiting.pop(0), raising=True)
+        with torch.no_grad():
+            found = layout.attend(0, q[rows[rank]], k[rows[rank]], v[rows[rank]], ScoreRule(0.5))
+        torch.testing.assert_close(found, expected[rows[rank]])
+
+
+def test_a_cut_through_tokens_that_all_see_each_other_is_refused():
+    segments = [PackedSegment(0, 20), PackedSegment(20, 8, 0, causal=False)]
+    dealing, rank = RowDealing([0, 1], [22, 6], [[], []]), SimpleNamespace(index=0, size=2)
+    with pytest.raises(ModelError, match="8 tokens that all see each other lies over 2 ranks of cp"):
+        ContextLayout(segments, dealing, rank, "cpu")
+    with pytest.raises(ModelError, match=r"see those behind them: set place\.mesh\.cp_attention"):
+        ContextLayout(segments, replace(dealing, lengths=[20, 8]), rank, "cpu", ring=True)
 
 
 def test_runs_are_cut_where_the_work_is_equal():

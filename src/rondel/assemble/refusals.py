@@ -17,7 +17,8 @@ from rondel.core.registry import suggest_name
 from rondel.core.types import Sampling, Task
 from rondel.generate.envs.episode import refuse_untrainable
 from rondel.generate.envs.holdout import content_key
-from rondel.models.control.kinds import is_world_model
+from rondel.models.control.kinds import is_control, is_world_model
+from rondel.models.flow.kinds import is_flow
 from rondel.score import has_offload
 
 if TYPE_CHECKING:
@@ -168,13 +169,15 @@ def refuse_untold_routes(job: Job, known: ModelInfo, driver: Any) -> None:
 
 def refuse_unrepeatable(job: Job, device: str, ranks: int) -> None:
     """A recorded run is done again bit for bit: what would make that a matter of luck is refused by name."""
+    path = job.model.path
+    rows_alone = is_flow(path) or is_control(path) or is_world_model(path)  # the same bits whoever is beside them
     rules = [
         (
             job.engine.kind == "builtin",
             f'engine.kind = "{job.engine.kind}" does not tell what it computed when: use "builtin"',
         ),
         (
-            job.engine.numerics == "aligned",
+            job.engine.numerics == "aligned" or rows_alone,
             f'engine.numerics = "{job.engine.numerics}" makes bits depend on who else is in the batch: '
             'set engine.numerics = "aligned"',
         ),
@@ -342,7 +345,6 @@ def _check_policies(job: Job, rows: AlgorithmRows) -> None:
             "loop.warmup shows answers to one: run it first as a run of its own (loop.steps = 0), and start from its "
             "checkpoint with model.path",
         ),
-        (not job.run.record, "run.record writes the schedule of one engine: set it to false"),
     ]
     for holds, rule in rules:
         if not holds:

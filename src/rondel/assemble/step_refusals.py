@@ -73,8 +73,9 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             f"place.mesh has tp = {mesh.tp}: a {FLOW_MLP} has no attention heads that ranks could share; leave tp out",
         ),
         (
-            not mesh.overlap and not (mesh.tp > 1 and mesh.sp and "sp" in mesh.model_fields_set),
-            "the rows between the parts of a layer lie whole on every rank of tp: leave overlap and sp out",
+            not mesh.overlap and not (mesh.tp > 1 and mesh.sp is True),
+            "place.mesh.sp and overlap are of rows between the parts of a layer that lie apart, and those of a flow lie "
+            "whole on every rank of tp: leave overlap and sp out, or set cp, over whose ranks the patches lie apart",
         ),
         (
             mesh.cp == 1 or not closed,
@@ -302,7 +303,6 @@ def refusals_of_steps(
             f"place.mesh = {mesh}: it is trained in {', '.join(axes)}; leave {' and '.join(cut)} out",
         ),
         (job.place.engine_processes == 1, "an engine of several processes splits a model with a cache: use one"),
-        (not job.run.record, "run.record replays caches of tokens: leave it out"),
         (
             not job.trainer.memory.offload,
             "trainer.memory.offload makes room for the pages of a cache, and there are none",

@@ -215,7 +215,7 @@ class _Check:
                 CheckFinding("gold", True, told),
                 *judge_scores({"gold": [], "empty": [], "wrong": []}, failed, len(ended))[:1],
             ]
-        maximum = self.pool[0].maximum if self.pool and not self.own else None
+        maximum = getattr(self.stage.env, "maximum", None) if self.own else self.pool[0].maximum if self.pool else None
         return found + judge_scores(scores, failed, len(ended), maximum)
 
     async def _score_episode(self, played: ScriptedEpisode) -> Score | Failed:

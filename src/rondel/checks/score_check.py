@@ -44,4 +44,4 @@ async def _check_episodes(parts: Components, tasks: list[Task]) -> list[CheckFin
         played = await stage.play_episode(kind, task, scripts[kind])
         return Failed("environment fault", played.fault) if played.fault else played.trajectories[0]
 
-    return await check_attempts(parts.pool, tasks, play)
+    return await check_attempts(parts.pool, tasks, play, maximum=getattr(parts.env, "maximum", None))

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rondel.core.errors import ModelError
 from rondel.core.row_split import RowDealing, deal_row, spread_row
 from rondel.models.collectives import RankGroup, computed_again, gather_rows
 from rondel.models.compressed_entries import CompressedEntries
@@ -70,7 +71,9 @@ def lay_segments(segments: Sequence[PackedSegment], chosen: Sequence[int]) -> li
 
 
 def cut_segments(segments: Sequence[PackedSegment], lengths: Sequence[int]) -> tuple[list[PackedSegment], list[int]]:
-    """The same row, in which no segment goes over a cut; and of each segment where its last piece is."""
+    """The same row, in which no segment goes over a cut; and of each segment where its last piece is. ModelError where a cut
+    goes through one whose tokens all see each other: its first piece would not see the second.
+    """
     borders = np.cumsum(lengths)[:-1].tolist()
     out: list[PackedSegment] = []
     last: list[int] = []
@@ -78,8 +81,13 @@ def cut_segments(segments: Sequence[PackedSegment], lengths: Sequence[int]) -> t
         parent = None if s.parent is None else last[s.parent]
         ends = [b for b in borders if s.start < b < s.start + s.length] + [s.start + s.length]
         start = s.start
+        if not s.causal and len(ends) > 1:
+            raise ModelError(
+                f"a run of {s.length} tokens that all see each other lies over {len(ends)} ranks of cp: each such run must "
+                "lie whole on one of them; leave place.mesh.cp out"
+            )
         for end in dict.fromkeys(ends):
-            out.append(PackedSegment(start, end - start, parent))
+            out.append(replace(s, start=start, length=end - start, parent=parent))
             parent, start = len(out) - 1, end
         last.append(len(out) - 1)
     return out, last
@@ -99,6 +107,11 @@ class ContextLayout:
         *,
         ring: bool = False,
     ) -> None:
+        if ring and not all(s.causal for s in segments):
+            raise ModelError(
+                "a ring of keys and values passes behind each token what comes before it, and some tokens of this row see "
+                'those behind them: set place.mesh.cp_attention = "all_gather"'
+            )
         self.lengths, self.ranks = dealing.lengths, ranks
         self.ring = RingRow(segments, dealing, ranks, device) if ring else None
         whole = dealing.whole[ranks.index]

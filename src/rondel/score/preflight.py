@@ -73,8 +73,11 @@ async def check_reward(
     return await check_attempts(pool, tried, write_text)
 
 
-async def check_attempts(pool: RewardPool | None, tasks: Sequence[Task], attempt: Attempt) -> list[CheckFinding]:
-    """Findings on a gold, an empty and a wrong attempt at each task. The pool scores those without a score."""
+async def check_attempts(
+    pool: RewardPool | None, tasks: Sequence[Task], attempt: Attempt, *, maximum: float | None = None
+) -> list[CheckFinding]:
+    """Findings on a gold, an empty and a wrong attempt at each task. The pool scores those without a score; `maximum` is
+    the most that the others can have, where that is known."""
     scores: Scores = {"gold": [], "empty": [], "wrong": []}
     failures: list[tuple[str, Task, Failed]] = []
     seconds: list[float] = []
@@ -99,7 +102,7 @@ async def check_attempts(pool: RewardPool | None, tasks: Sequence[Task], attempt
     calls = (
         [CheckFinding("calls", True, f"{3 * len(tasks)} were made to {', '.join(asked_urls)}")] if asked_urls else []
     )
-    highest = pool.maximum if pool is not None and seconds else None
+    highest = pool.maximum if pool is not None and seconds else maximum
     found = [*calls, *judge_scores(scores, failures, 3 * len(tasks), highest)]
     return [*found, _check_time(seconds, pool)] if pool is not None and seconds else found
 

@@ -35,7 +35,11 @@ class MeshConfig(SettingsTable):
         description="ranks, of the shards · cp · tp of a replica, over which the experts of a mixture lie apart "
         "(expert parallel)",
     )
-    sp: bool = Field(True, description="with tp, rows between the parts of a layer lie apart, too (sequence parallel)")
+    sp: bool | Literal["auto"] = Field(
+        "auto",
+        description="with tp, rows between the parts of a layer lie apart, too (sequence parallel); auto: where the model "
+        "is no flow, whose rows lie whole",
+    )
     overlap: bool = Field(
         False,
         description="with tp and sp, these rows travel round a ring while the products beside them compute (async TP); "
@@ -81,7 +85,7 @@ class MeshConfig(SettingsTable):
             tp=self.tp,
             ep=self.ep,
             chunks=self.chunks,
-            sp=self.sp,
+            sp=self.sp is not False,
             overlap=self.overlap,
             cp_attention=self.cp_attention,
             prefetch=self.prefetch,

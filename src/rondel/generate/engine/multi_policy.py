@@ -63,10 +63,14 @@ class MultiPolicyEngine:
 
     async def generate(self, request: Request) -> Completion:
         self._refuse_mixed()
-        version, done = self._version, await self._engine_for(request).generate(request)
-        if request.policy in self.frozen:
-            done = replace(done, versions=TokenColumn(IDS, [version]) * len(done.tokens), stints=())
-        return done
+        engine = self._engine_for(request)
+        if request.policy not in self.frozen:
+            return await engine.generate(request)
+        # weights that never change answer a replayed request at once, under the version of then
+        version = request.lines[-1][0] if request.lines else self._version
+        done = await engine.generate(replace(request, lines=None))
+        n = len(done.tokens)
+        return replace(done, versions=TokenColumn(IDS, [version]) * n, stints=((version, n, n),))
 
     async def progress(self, known: Mapping[int, int]) -> Progress:
         return await merge_progress(self.each.values(), known)

@@ -66,7 +66,8 @@ class Imagination:
         taken = np.stack([spaces.taken(drawn) for drawn in played.drawn])
         steps = transitions(transition_rows(played.x, taken, after, np.array(played.rewards), ends), spaces.observed)
         sampling = replace(chat.sampling, max_tokens=self.horizon, min_tokens=0)
-        done: Completion = await chat.generate(Request([GIVEN], sampling, policy=self.policy, steps=steps))
+        key = chat.key(len(played) + 1)  # behind those of its steps and of `imagine`; nothing is drawn with it
+        done: Completion = await chat.generate(Request([GIVEN], sampling, key=key, policy=self.policy, steps=steps))
         if not done.measured:
             raise DataError(
                 f'policies.{self.policy} is no model of a world: set its model to {{ random = "mlp_world" }}'

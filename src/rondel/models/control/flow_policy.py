@@ -5,6 +5,8 @@ It is a model of transformers like any other: `config.json` and safetensors, sav
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
@@ -32,6 +34,11 @@ class FlowPolicyConfig(ObservationConfig):
         """D = H·A numbers of a chunk."""
         return self.chunk * self.action_size
 
+    @property
+    def act_size(self) -> int:
+        """How many numbers the last layer gives."""
+        return self.point_size
+
 
 class FlowPolicy(ObservationMlp):
     """v(x, sigma | observation) = (x - chunk(x, sigma, observation)) / sigma: what is learned is the chunk to which a
@@ -40,10 +47,10 @@ class FlowPolicy(ObservationMlp):
     """
 
     config_class = FlowPolicyConfig
-    only_drawing = ("enter", "mix")
+    only_drawing: ClassVar[tuple[str, ...]] = ("enter", "mix")
 
     def __init__(self, config: FlowPolicyConfig) -> None:
-        super().__init__(config, config.point_size)
+        super().__init__(config, config.act_size)
         width = config.hidden_size
         self.enter = nn.Linear(config.point_size + 2 * config.frequencies, width)
         self.mix = nn.ModuleList(nn.Linear(width, width) for _ in range(config.num_denoising_layers))

@@ -31,8 +31,8 @@ class VlaHead(ChunkHead):
             .replace(f"{self.observed} numbers of an observation", f"a picture of {height}·{width} pixels")
         )
 
-    def states(self, steps: PackedSteps) -> Tensor:
-        """[M, W]; equal pictures under equal instructions are read once."""
+    def states(self, steps: PackedSteps) -> Any:
+        """What the model gives for M steps; equal pictures under equal instructions are read once."""
         shape, cell = (*self.model.config.frame, 3), self.model.sight.token_pixels
         pixels = steps.rows[:, : self.observed].clamp(0, 255).cpu().numpy().astype(np.uint8)
         prompts = [tuple(own.tolist()) for own in steps.prompt.tensor_split(steps.begins[1:].cpu())]
@@ -41,8 +41,7 @@ class VlaHead(ChunkHead):
             numbers.setdefault((prompts[of], Image.from_pixels(own.reshape(shape), cell)), len(numbers))
             for of, own in zip(steps.prompt_of.tolist(), pixels, strict=True)
         ]
-        states: Tensor = self.model(self.prefix_of(list(numbers)))
-        return states.index_select(0, torch.tensor(of_step, device=states.device))
+        return self.model(self.prefix_of(list(numbers)), torch.tensor(of_step, device=steps.rows.device))
 
     def prefix_of(self, read: list[tuple[tuple[int, ...], Image]]) -> PicturePrefix:
         """Picture first, then the instruction."""

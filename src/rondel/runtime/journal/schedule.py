@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,9 @@ class OrderRecorder(OrderedGate):
     def record_completion(self, request: Request, done: Completion) -> None:
         if not done.tokens:
             return
-        if _token_versions(done.stints) != done.versions:  # it was read from the token log of an engine that ended
+        if not {*done.versions} <= {
+            version for version, *_ in done.stints
+        }:  # it was read from the token log of an engine that ended
             self.mark_unreplayable("an engine ended and was started again: what it had computed by then is not known")
         self._write_row("drew", f"{request.key:x}", request.continuation, done.stints, request.id)
 
@@ -92,12 +93,6 @@ class OrderRecorder(OrderedGate):
         line = write_json(row) + "\n"
         with guard_write(self.path, len(line)):
             self._file.write(line)
-
-
-def _token_versions(stints: Any) -> list[int]:
-    """The version of every token."""
-    before = [0, *(written for *_, written in stints)]
-    return list(chain.from_iterable([version] * (written - n) for (version, _, written), n in zip(stints, before)))
 
 
 class OrderReplayer(OrderedGate):

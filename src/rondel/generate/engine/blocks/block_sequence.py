@@ -35,6 +35,7 @@ class BlockSequence(Answer):
     total    tokens of the answer at most, with those of a continuation
     state    [B] the block that is being filled in: tokens, MASKED, ABSENT behind the last position
     step     of this block
+    taken    steps of the blocks before it
     begun    its tokens, by position
     kept     tokens of whole blocks drawn here
     read     what the answer consists of: the tokens of the request's continuation and those of `kept`
@@ -48,6 +49,7 @@ class BlockSequence(Answer):
     total: int
     state: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     step: int = 0
+    taken: int = 0
     ended: bool = False
     begun: dict[int, UnmaskedToken] = field(default_factory=dict)
     kept: list[UnmaskedToken] = field(default_factory=list)
@@ -92,6 +94,10 @@ class BlockSequence(Answer):
         return f"{len(self.kept) + len(self.begun)} tokens"
 
     @property
+    def reached(self) -> tuple[int, int]:
+        return self.taken + self.step, len(self.kept)
+
+    @property
     def is_whole(self) -> bool:
         return self.ended or len(self.read) >= self.total
 
@@ -130,6 +136,7 @@ class BlockSequence(Answer):
     def join_block(self, tokens: list[UnmaskedToken]) -> list[UnmaskedToken]:
         """Drawn now, or in an earlier life."""
         self.kept += tokens
+        self.taken, self.step = self.taken + 1 + max(int(own.row[0]) for own in tokens), 0
         self.read += [own.token for own in tokens]
         self.ended = tokens[-1].token in self.stops
         if not self.is_whole:

@@ -42,8 +42,8 @@ class RecordedTransitions(StepRequest):
         return cls(request, done, given, errors)
 
     @property
-    def log_key(self) -> list[int]:
-        return []
+    def log_key(self) -> None:
+        return None
 
     @property
     def width(self) -> int:

@@ -47,7 +47,7 @@ class Chain(StepRequest):
         steps = first + request.sampling.max_tokens
         numbers = step_coefficients(steps, request.sampling.temperature).astype(np.float32)
         begins = request.key if request.start_key is None else request.start_key
-        point = draw_normal(begins, 0, dim) if given is None else given.drawn[-1]
+        point = given.drawn[-1] if given is not None and drawn else draw_normal(begins, 0, dim)
         prompt = list(request.tokens[: len(request.tokens) - first])
         if not prompt:
             raise UserError("a request without a prompt: a flow needs one token at least to be asked with")

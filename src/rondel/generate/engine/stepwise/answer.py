@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from rondel.core.errors import UserError
-from rondel.core.types import Completion, FinishReason, Request, Sampling
+from rondel.core.errors import LawError, UserError
+from rondel.core.types import Completion, FinishReason, Request, Sampling, Stint
 
 OnToken = Callable[[int, float, int, None], None]  # token, log-probability, version, no likeliest others
 READ = ("temperature", "max_tokens", "n", "seed", "ignore_eos")  # settings of sampling that such an engine reads
@@ -20,12 +20,16 @@ class Answer(ABC):
     """done  what its caller waits for
     mark  of its prompt in the log; 0 is not logged
     on_token  is told of tokens that no later step takes back
+    stints    how far it was whenever the weights changed, and at its end
+    line      which of the request's lines it makes for, where a recorded run is repeated
     """
 
     request: Request
     done: asyncio.Future[Completion]
     mark: int = field(default=0, kw_only=True)
     on_token: OnToken | None = field(default=None, kw_only=True)
+    stints: list[Stint] = field(default_factory=list, kw_only=True)
+    line: int = field(default=0, kw_only=True)
 
     @property
     @abstractmethod
@@ -41,18 +45,51 @@ class Answer(ABC):
     def drawn(self) -> str:
         """How far it is, for a reader of errors."""
 
+    @property
+    @abstractmethod
+    def reached(self) -> tuple[int, int]:
+        """Steps taken of it, and tokens that they have completed."""
+
     @abstractmethod
     def completion(self, reason: FinishReason) -> Completion:
         """What has been drawn."""
 
-    def finish(self, reason: FinishReason) -> None:
+    def finish(self, reason: FinishReason, version: int) -> None:
         """Its caller gets what has been drawn."""
+        self.append_version_span(version)
         if not self.done.done():
-            self.done.set_result(self.completion(reason))
+            completion = self.completion(reason)
+            completion.stints = self.stints
+            self.done.set_result(completion)
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
             self.done.set_exception(error)
+
+    # -- a run that is recorded, and its repetition ----------------------------------------------
+
+    def append_version_span(self, version: int) -> None:
+        """Note how far these weights have taken it."""
+        if self.reached != (self.stints[-1][1:] if self.stints else (0, 0)):
+            self.stints.append((version, *self.reached))
+
+    def stands_still(self, version: int) -> bool:
+        """Whether it takes no step under these weights, or none any more, because it took none when it was recorded."""
+        if (lines := self.request.lines) is None:
+            return False
+        return self.line == len(lines) or lines[self.line][0] != version or lines[self.line][1:] == self.reached
+
+    def follow_lines(self, version: int) -> None:
+        """These weights serve: it makes for the next line behind those of earlier ones."""
+        for at, *reached in (self.request.lines or ())[self.line :]:
+            if at >= version:
+                break
+            if tuple(reached) != self.reached:
+                raise LawError(
+                    f"version {version} came when a request had taken (steps, tokens) = {self.reached}; in the run "
+                    f"that is replayed version {at} took it to {tuple(reached)}"
+                )
+            self.line += 1
 
 
 @lru_cache(64)

@@ -27,12 +27,12 @@ class AnswerLog(ABC, Generic[A]):
         """Mark a new answer, and give it what it had drawn in an earlier life."""
 
     def recall(
-        self, answer: A, prompt: Sequence[int] | np.ndarray, first: int, numbers: int
+        self, answer: A, prompt: Sequence[int] | np.ndarray | None, first: int, numbers: int
     ) -> Iterator[tuple[Any, np.ndarray]]:
         """Marks it. -> the tokens of an earlier life from the first on,
         each with so many numbers of 32 bits beside it"""
         request = answer.request
-        if self.log is None or not request.key or request.namespace or request.wants:
+        if self.log is None or prompt is None or not request.key or request.namespace or request.wants:
             return
         answer.mark = self.log.context_hash(prompt)
         for found in self.log.recall_tokens(request.key, answer.mark, first=first):

@@ -31,10 +31,24 @@ class StepwiseControl(StepTask, Generic[A]):
     def is_busy(self) -> bool:
         return self._task is not None and bool(self.answers)
 
+    @property
+    def _is_behind(self) -> bool:
+        """Whether a request of a replayed run has not yet come as far as it was."""
+        version = self.lifecycle.version
+        return any(own.request.lines is not None and not own.stands_still(version) for own in self.answers)
+
     async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:
-        """hold: park requests between two steps. drain: let the begun ones end. abort: return what is drawn."""
+        """hold: park requests between two steps. drain: let the begun ones end. abort: return what is drawn.
+
+        Those of a replayed run are first brought to their lines.
+        """
         check_interrupt(how)
         self.lifecycle.end_lease()
+        while self.state == "serving" and self._is_behind:
+            self.wake_up()
+            if self.has_stopped:  # nobody may move; whoever is not at its line is named when the weights change
+                break
+            await self.wait_for_task()
         await self.lifecycle.hold(how, self.wait_until_stopped, self.wake_up)
         if how == "abort":
             await self.abort(lambda request: True)
@@ -51,7 +65,7 @@ class StepwiseControl(StepTask, Generic[A]):
         found = [answer for answer in self.answers if which(answer.request)]
         self.answers = [answer for answer in self.answers if answer not in found]
         for answer in found:
-            answer.finish("abort")
+            answer.finish("abort", self.lifecycle.version)
         return len(found)
 
     async def sleep(self, tags: Tags) -> None:

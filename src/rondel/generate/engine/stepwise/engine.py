@@ -103,8 +103,9 @@ class StepwiseEngine(StepwiseControl[A]):
         answer = self.open_answer(request, done)
         answer.on_token = on_token
         self.log.restore(answer)
+        answer.follow_lines(self.version)
         if answer.is_whole:
-            answer.finish("stop")
+            answer.finish("stop", self.version)
             return await done
         self.answers.append(answer)
         self.wake_up()
@@ -147,22 +148,24 @@ class StepwiseEngine(StepwiseControl[A]):
 
     @property
     def _may_step(self) -> bool:
-        life = self.lifecycle
-        begun = life.admits or any(own.is_begun for own in self.answers)
-        return bool(self.answers) and life.state == "serving" and begun
+        return self.lifecycle.state == "serving" and any(self._is_due(own) for own in self.answers)
+
+    def _is_due(self, own: A) -> bool:
+        """Whether it takes part in the next step."""
+        return (self.lifecycle.admits or own.is_begun) and not own.stands_still(self.version)
 
     async def _step_until_done(self) -> None:
         try:
             for _ in range(4):  # whoever is about to ask, asks: the passes are fewer
                 await asyncio.sleep(0)
             while self._may_step:
-                now = [own for own in self.answers if self.lifecycle.admits or own.is_begun][: self.max_running]
+                now = [own for own in self.answers if self._is_due(own)][: self.max_running]
                 version = self.version
                 tokens = self.keep_step(now, await self.run(self.draw_step, now), version)
                 for answer in now:
                     if answer.is_whole:
                         self.answers = [other for other in self.answers if other is not answer]
-                        answer.finish("stop")
+                        answer.finish("stop", version)
                 for name, n in (("steps", 1), ("tokens", tokens), ("requests", len(now))):
                     self.account.counts[name] += n
                 await asyncio.sleep(0)
@@ -205,6 +208,9 @@ class StepwiseEngine(StepwiseControl[A]):
 
     def follow_weights(self, before: int, commit: Commit) -> None:
         self.forget_weights()
+        for answer in self.answers:
+            answer.append_version_span(before)
+            answer.follow_lines(commit.version)
         self.log.record_version(commit.version, commit.root)
 
     def report_version(self) -> None:

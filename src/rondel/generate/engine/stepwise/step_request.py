@@ -19,8 +19,8 @@ class StepRequest(Answer):
 
     @property
     @abstractmethod
-    def log_key(self) -> Sequence[int] | np.ndarray:
-        """Numbers that the log knows it by."""
+    def log_key(self) -> Sequence[int] | np.ndarray | None:
+        """Numbers that the log knows it by. None: no log keeps it."""
 
     @property
     @abstractmethod
@@ -39,6 +39,10 @@ class StepRequest(Answer):
     @property
     def drawn(self) -> str:
         return f"{self.step} steps"
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        return len(self.rows), len(self.rows)
 
     @abstractmethod
     def append(self, drawn: np.ndarray, logprob: float, version: int) -> None:

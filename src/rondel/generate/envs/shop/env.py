@@ -47,6 +47,7 @@ class Shop(Tools):
     """
 
     scores_itself = True
+    maximum = 1.0
 
     def __init__(
         self,
