@@ -20,7 +20,7 @@ from rondel.models.step_head import StepHead
 from rondel.train.logprobs import collision_probability, logprob_and_entropy
 from rondel.train.pack import MicroBatchShapes, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
-from rondel.train.row_share import own_routes, own_share
+from rondel.train.row_share import forward_stage, own_routes, own_share
 from rondel.train.shaped_rewards import charge_advantages, returns_of, with_shaped_rewards
 from rondel.train.step_policy import StepPolicy
 
@@ -114,22 +114,6 @@ def forward(
     `drawn` from, which top-k and top-p may have cut, or of whole ones. Of a pipeline, the last stage's.
     """
     return policy_of(loaded).evaluate(packed, temperature=temperature, tape=tape, drawn=drawn)
-
-
-def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | None = None) -> Tensor:
-    """The layers of a stage over one micro-batch, sent to the next stage. -> 0, whose backward pass receives their
-    gradient from there.
-    """
-    own = packed if loaded.context is None else own_share(packed, loaded.context)
-
-    def compute_states(head: LMHead) -> Tensor:
-        assert loaded.stage is not None
-        seen = own.encode_images(loaded)
-        return loaded.stage.send_forward(loaded.hidden_states(own.tokens, own.positions, own.layout, tape, seen))
-
-    sent: Tensor = loaded.run_with_head(compute_states)
-    own.join_flips(tape)
-    return sent
 
 
 @torch.no_grad()

@@ -23,11 +23,10 @@ from rondel.models.head import LMHead
 from rondel.models.packed_steps import PackedSteps
 from rondel.models.recompute import install_recompute
 from rondel.models.step_head import StepHead
-from rondel.train.annotate import forward_stage
 from rondel.train.optim import MasterWeights
 from rondel.train.pack import MicroBatches, PackedBatch, TrainBatch, micro_batches, micro_budget
 from rondel.train.parallel import ALONE, SingleRank
-from rondel.train.row_share import own_share
+from rondel.train.row_share import forward_stage, own_share
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rondel.algos.divergence import Divergence
 from rondel.models.routing_tape import RoutingTape
-from rondel.train.annotate import forward_stage
 from rondel.train.logprobs import (
     logprob_and_best,
     logprob_entropy_and_kl,
@@ -20,7 +19,7 @@ from rondel.train.logprobs import (
 )
 from rondel.train.pack import MicroBatchShapes, PackedBatch, TrainBatch, micro_batches
 from rondel.train.parallel import ALONE, SingleRank
-from rondel.train.row_share import RowShare, own_share
+from rondel.train.row_share import RowShare, forward_stage, own_share
 from rondel.train.step_policy import steps_of
 from rondel.train.teacher_distributions import TeacherDistribution
 

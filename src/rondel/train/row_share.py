@@ -18,6 +18,7 @@ from rondel.models.collectives import RankGroup, gather_rows
 if TYPE_CHECKING:
     from rondel.core.row_split import RowDealing
     from rondel.models.context_parallel import ContextLayout, ContextRanks
+    from rondel.models.head import LMHead
     from rondel.models.image_features import VisionFeatures
     from rondel.models.loaded_model import LoadedModel
     from rondel.models.packed_layout import PackedLayout, PackedSegment
@@ -104,6 +105,22 @@ def own_share(packed: PackedBatch, context: ContextRanks) -> RowShare:
         owner_M.argsort(stable=True).argsort(),
         order,
     )
+
+
+def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | None = None) -> Tensor:
+    """The layers of a stage over one micro-batch, sent to the next stage. -> 0, whose backward pass receives their
+    gradient from there.
+    """
+    own = packed if loaded.context is None else own_share(packed, loaded.context)
+
+    def compute_states(head: LMHead) -> Tensor:
+        assert loaded.stage is not None
+        seen = own.encode_images(loaded)
+        return loaded.stage.send_forward(loaded.hidden_states(own.tokens, own.positions, own.layout, tape, seen))
+
+    sent: Tensor = loaded.run_with_head(compute_states)
+    own.join_flips(tape)
+    return sent
 
 
 def _places_among(rows: Tensor, total: int) -> Tensor:

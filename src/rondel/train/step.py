@@ -37,7 +37,7 @@ from rondel.train.offload import Offload
 from rondel.train.optim import learning_rate
 from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches, micro_budget
 from rondel.train.parallel import ALONE, SingleRank, WeightPublisher
-from rondel.train.row_share import count_shared
+from rondel.train.row_share import count_shared, forward_stage
 from rondel.train.settings import TrainSettings
 from rondel.train.step_metrics import MismatchAlarm, StepMetricSums
 from rondel.train.teachers import Teacher, TeacherEnsemble
@@ -490,7 +490,7 @@ class LocalTrainer:
             self.ranks.begin_pass(self.loaded.model, last=last and is_last)
             tape = notes.expert_tape(self.loaded, packed, replay=self.settings.replay_routes)
             if not self.loaded.has_head:
-                return notes.forward_stage(self.loaded, packed, tape), lambda: add_routes(packed, tape)
+                return forward_stage(self.loaded, packed, tape), lambda: add_routes(packed, tape)
             how: dict[str, Any] = {"temperature": self.settings.temperature, "tape": tape}
             own = batch.tokens(packed.samples, device)
             weight_M = weight_N[packed.sample] * (not packed.idle)
