@@ -217,8 +217,9 @@ def on_mesh(mesh: Any, alone: dict[tuple[str, str], Any], a: argparse.Namespace)
             for (family, name), (algo, batch, whole, one, split) in alone.items():
                 if mesh.ep > 1 and "num_experts" not in MODELS[family]:
                     continue  # a dense model has nothing that could lie apart
+                ring = mesh.overlap or mesh.cp_attention == "ring"
                 if mesh.pp * mesh.chunks > MODELS[family]["num_hidden_layers"] or (
-                    family == FLOW and mesh.pp * mesh.ep * (1 + mesh.overlap) > 1
+                    family == FLOW and (mesh.pp * mesh.ep > 1 or ring)
                 ):
                     continue
                 every("make", _spec(family), algo)

@@ -17,11 +17,15 @@ from kits.families import model as family
 from kits.ranks import Rank, apart
 from kits.sweeps import covering
 from kits.train import awkward_groups, batch, model, row
+from kits.vision import EYES, groups_with_images
+from kits.vision import model as looking
 from rondel.core.errors import CheckpointError
 from rondel.core.mesh import Mesh
 from rondel.models.deferred_weights import DeferredWeights
+from rondel.models.image_features import feature_tensors
 from rondel.models.load import load_model
 from rondel.models.save import save_model
+from rondel.models.vision import encode_images, tower_tensors
 from rondel.planner.hardware import find_hardware
 from rondel.planner.layout import parallel_layouts
 from rondel.planner.shapes import model_shape
@@ -66,6 +70,57 @@ def test_what_is_read_later_is_what_is_loaded_whole(stored, kind, dtype):
     for (name, mine), (_, theirs) in zip(empty.model.named_buffers(), whole.model.named_buffers(), strict=True):
         assert torch.equal(mine, theirs), name
     assert (empty.routers, empty.max_context, empty.stop_ids) == (whole.routers, whole.max_context, whole.stop_ids)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """A folder with a tiny vision-language model of each kind."""
+    made = {}
+
+    def of(kind: str):
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            loaded = looking(kind)
+            save_model(loaded, made[kind], {n: p.detach() for n, p in loaded.model.state_dict().items()})
+        return made[kind]
+
+    return of
+
+
+@pytest.mark.parametrize("kind", covering(EYES, ["qwen3_vl", "gemma3", "idefics3"]))
+def test_of_a_model_that_looks_the_tower_alone_is_read_at_once(seeing, kind):
+    """Its attention is its own, as in a model that is loaded whole; the images of both have the same features."""
+    whole, empty = (load_model(str(seeing(kind)), dtype="float32", deferred=later) for later in (False, True))
+    assert empty.weights is not None and empty.sight == whole.sight and empty.routers == whole.routers
+    tower = tower_tensors(whole.model)
+    for name, parameter in empty.model.named_parameters():
+        assert parameter.is_meta == (name not in tower), name
+    for name, mine in tower_tensors(empty.model).items():
+        assert torch.equal(mine, tower[name]), name
+    for name, parameter in whole.model.named_parameters():
+        assert torch.equal(empty.weights.read(name, parameter.shape, parameter.dtype), parameter), name
+    images = [m.image for t in groups_with_images(whole)[0].trajectories for m in t.media]
+    ours, theirs = (feature_tensors(encode_images(x.model, whole.sight, images)) for x in (empty, whole))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+LOOK = [
+    (mesh, kind) for kind in ("qwen3_vl", "gemma3") for mesh in (Mesh(shards=2), Mesh(tp=2), Mesh(pp=2), Mesh(cp=2))
+]
+LOOK = [case for case in LOOK if case != (Mesh(cp=2), "gemma3")]
+
+
+@pytest.mark.parametrize(("mesh", "kind"), covering(LOOK, [LOOK[0], LOOK[2]]), ids=str)
+def test_ranks_that_read_their_shards_of_a_model_that_looks_train_as_one_rank(seeing, ranks, mesh, kind):
+    algo, alone, every = row("grpo", entropy={"coef": 0.02}), Rank(0), ranks(mesh)
+    b = batch(groups_with_images(looking(kind)), algo)
+    alone.make(f"from {seeing(kind)}", algo=algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    every.make(f"from {seeing(kind)}", algo=algo)
+    for masters in every.masters():
+        np.testing.assert_array_equal(masters, alone.masters())
+    for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=40):
+        assert apart(got, whole) <= 1e-6
 
 
 def test_a_model_that_is_stored_otherwise_is_loaded_whole(stored, tmp_path):

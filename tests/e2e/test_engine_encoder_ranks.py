@@ -14,12 +14,13 @@ import pytest
 
 from kits import engine as plain
 from kits.engine import all_of, engine, idle, prompt, twin, watched
-from kits.engine_ranks import EncodedEngines, end_ranks, same_answers
+from kits.engine_ranks import EncodedEngines, end_ranks, same_answers, whole
 from kits.sweeps import covering
 from kits.sync import Publisher, wrote
 from kits.vision import EYES, MUTUAL, ask, image, model, picture_requests, stream
 from rondel.core.errors import ConfigError, EngineError, SyncError
 from rondel.core.types import Begin, Completion
+from rondel.models.save import save_model
 from rondel.models.serving_part import refuse_part
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.update import WeightUpdate
@@ -79,6 +80,13 @@ def test_ranks_read_what_the_encoder_saw(cut, kind):
     updated(e, trainer, 1, **settings)
     assert (lead.encoded, lead.updates, e.runner.eyes.looked) == (4, 1, 0)
     trainer.transport.close()
+
+
+def test_ranks_read_their_parts_of_a_stored_model_that_looks(cut, tmp_path):
+    """From its folder: the follower the tower and its part of the rest alone."""
+    m, settings = model("qwen3_vl"), {"prefill_tokens": 7, "kv_pages": 512}
+    save_model(m, tmp_path)
+    as_one_process(watched(cut.of(partial(whole, f"from {tmp_path}"), **settings)), m, **settings)
 
 
 # states of recurrent layers in the sweeps

@@ -38,6 +38,7 @@ from rondel.models.load import load_model
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.rendezvous import Rendezvous
 from rondel.models.shard_cut import ShardCut, part_of, split_shards
+from rondel.models.vision import vision_tower
 from rondel.models.weight_formats import apply_format
 from rondel.runtime.cluster import forkserver
 from rondel.runtime.cluster.process import ProcessCluster
@@ -62,7 +63,10 @@ def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
     """
     kind, _, adapter = kind.partition(" + ")
     if kind.startswith("from "):
-        return load_model(kind.removeprefix("from "), dtype=dtype, deferred=deferred)
+        loaded = load_model(kind.removeprefix("from "), dtype=dtype, deferred=deferred)
+        if loaded.sight is not None:  # as a run has it
+            vision_tower(loaded.model).requires_grad_(False)
+        return loaded
     if kind in FLOWS:
         return flow(**FLOWS[kind])
     if kind in EYES:

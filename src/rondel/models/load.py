@@ -23,14 +23,13 @@ from rondel.core.registry import ImportedOnUse
 from rondel.formats.checkpoint_layouts import METHODS
 from rondel.models import adapter_files, adapters, alibi, cpu_kernels, linear, nf4, processor, vision
 from rondel.models.architectures import auto_class, refuse_architecture
-from rondel.models.attention import NAME
 from rondel.models.block_indexer import check_block_indexers, install_block_indexers
 from rondel.models.blocks import decoder_blocks
 from rondel.models.cache_slots import install_cache_slots
 from rondel.models.compressed_attention import CompressedLayers, check_compressors, install_compressed_attention
 from rondel.models.control.kinds import FLOW_POLICY, FLOW_VLA, MLP_POLICY, MLP_WORLD
 from rondel.models.control.vla_backbone import BACKBONES, load_backbone, with_backbone
-from rondel.models.deferred_weights import DeferredWeights, keep_in_full_precision, parameters_on_meta
+from rondel.models.deferred_weights import DeferredWeights, fill_parameters, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.flow.kinds import FLOW_DIT, FLOW_MLP, FLOW_VIDEO, FLOWS
 from rondel.models.fp32_sums import install_fp32_stream
@@ -39,7 +38,7 @@ from rondel.models.indexer import check_indexers, install_indexers
 from rondel.models.kept_inputs import install_kept_inputs
 from rondel.models.latent_attention import check_up_projections, install_latent_attention
 from rondel.models.layer_halves import install_layer_halves
-from rondel.models.load_check import PARITY, check_loaded
+from rondel.models.load_check import PARITY, check_loaded, packed_attention
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.model_folder import model_folder
 from rondel.models.model_type import model_type_of
@@ -96,7 +95,7 @@ def load_model(
     four_bits  the linear layers as NF4 (models/nf4.py), frozen. An adapter that was trained over such a base gets one
                unasked
     deferred   leave the weights where they are, to be read in shards (models/deferred_weights.py), where the checkpoint
-               allows it: safetensors of a model of text under its family's own names. What computes with them proves
+               allows it: safetensors under its family's own names. The tower of a model that looks is read at once. What computes with them proves
                it then: the probe of every update (sync.probe) compares trainer and engine
     """
     hf_logging.set_verbosity_error()
@@ -281,14 +280,14 @@ def _load_deferred(path: str, dtype: torch.dtype, device: str, trust_remote_code
     with error_boundary(ModelError, f"loading the model '{path}'"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         refuse_architecture(config)
-        if vision.sight_of(config, _image_settings_folder(folder)) is not None or hasattr(
-            config, "quantization_config"
-        ):
+        if hasattr(config, "quantization_config"):
             return None
+        sight = vision.sight_of(config, _image_settings_folder(folder))
         with parameters_on_meta():
             model = auto_class(config).from_config(
-                config, dtype=dtype, attn_implementation=NAME, trust_remote_code=trust_remote_code
+                config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
             )
+        model.set_attn_implementation(packed_attention(sight))
         keep_in_full_precision(model, dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     try:
@@ -298,6 +297,10 @@ def _load_deferred(path: str, dtype: torch.dtype, device: str, trust_remote_code
     for module in model.modules():
         module._buffers.update({n: b if b is None else b.to(device) for n, b in module._buffers.items()})
     weights.fill_buffers(model.eval())
+    if sight is not None:  # whole on every rank, which encodes the images of its own samples
+        fill_parameters(
+            model, vision.vision_tower(model), lambda name, like: weights.read(name, like.shape, like.dtype)
+        )
     _, routers, indexers, _, compressed = _install(model)
     local = Path(path).expanduser()
     return LoadedModel(
@@ -309,6 +312,7 @@ def _load_deferred(path: str, dtype: torch.dtype, device: str, trust_remote_code
         _max_context(model.config.get_text_config()),
         routers=routers,
         path=str(local.resolve()) if local.exists() else path,
+        sight=sight,
         indexers=len(indexers),
         index_width=indexers[0].index_topk if indexers else 0,
         weights=weights,

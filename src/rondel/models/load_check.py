@@ -41,6 +41,11 @@ def check_loaded(
     return check_attention(model, name, sight, tape, recurrent)
 
 
+def packed_attention(sight: ImageProcessorConfig | None) -> str | dict[str, str]:
+    """Whose attention each part of a model has, as transformers takes it: a tower keeps its own."""
+    return NAME if sight is None else {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
+
+
 def check_attention(
     model: Any, name: str, sight: ImageProcessorConfig | None, tape: RoutingTape | None, recurrent: list[int]
 ) -> tuple[int, int]:
@@ -64,9 +69,7 @@ def check_attention(
         rows = [torch.tensor([row], device=device) for row in probe]
         own = [model(row, use_cache=False, **more).logits[0].float().log_softmax(-1) for row, more in zip(rows, how)]
         try:
-            model.set_attn_implementation(
-                NAME if sight is None else {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
-            )
+            model.set_attn_implementation(packed_attention(sight))
             tokens = torch.cat(rows, 1)[0]
             places = [position_rows(len(probe[0]), media), position_rows(len(probe[1]), [])]
             where = torch.from_numpy(np.concatenate(places, 1)).to(device)

@@ -107,6 +107,22 @@ def own_share(packed: PackedBatch, context: ContextRanks) -> RowShare:
     )
 
 
+def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | None = None) -> Tensor:
+    """The layers of a stage over one micro-batch, sent to the next stage. -> 0, whose backward pass receives their
+    gradient from there.
+    """
+    own = packed if loaded.context is None else own_share(packed, loaded.context)
+
+    def compute_states(head: LMHead) -> Tensor:
+        assert loaded.stage is not None
+        seen = own.encode_images(loaded)
+        return loaded.stage.send_forward(loaded.hidden_states(own.tokens, own.positions, own.layout, tape, seen))
+
+    sent: Tensor = loaded.run_with_head(compute_states)
+    own.join_flips(tape)
+    return sent
+
+
 def _places_among(rows: Tensor, total: int) -> Tensor:
     """[total] the place of each token of the row among these rows, -1 of the others."""
     places = torch.full((total,), -1, dtype=torch.int64, device=rows.device)
@@ -136,19 +152,3 @@ def _rank_rows(segments: Sequence[PackedSegment], dealing: RowDealing) -> list[T
 def count_shared(context: ContextRanks, packed: PackedBatch) -> int:
     """Tokens of a micro-batch whose keys and values its ranks give each other."""
     return context.deal_row(packed.layout.segments).shared_tokens
-
-
-def forward_stage(loaded: LoadedModel, packed: PackedBatch, tape: RoutingTape | None = None) -> Tensor:
-    """The layers of a stage over one micro-batch, sent to the next stage. -> 0, whose backward pass receives their
-    gradient from there.
-    """
-    own = packed if loaded.context is None else own_share(packed, loaded.context)
-
-    def compute_states(head: LMHead) -> Tensor:
-        assert loaded.stage is not None
-        seen = own.encode_images(loaded)
-        return loaded.stage.send_forward(loaded.hidden_states(own.tokens, own.positions, own.layout, tape, seen))
-
-    sent: Tensor = loaded.run_with_head(compute_states)
-    own.join_flips(tape)
-    return sent
