@@ -7,6 +7,7 @@ import torch
 
 from kits.runs import events, run
 from kits.train import awkward_groups, batch, model, row, step, trainer
+from rondel.core.events import Warned, subscribe
 from rondel.train.annotate import compute_advantages
 from rondel.train.step_metrics import StepMetricSums
 
@@ -34,6 +35,19 @@ def test_two_epochs_are_two_passes_written_out(updates):
     assert stats.metrics["train/ratio_max_deviation"] > 0, (
         "the second pass is off-policy, and measured against the first"
     )
+
+
+@pytest.mark.slow
+def test_more_updates_than_groups_are_told_once():
+    algo, told = row("grpo"), []
+    t, b = trainer(model(), algo, updates_per_step=40, **HOW), batch(awkward_groups(), algo)
+    groups = len({sample.group for sample in b.samples})
+    forget = subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+    for _ in range(2):
+        step(t, batch(awkward_groups(), algo), algo)
+    forget()
+    found = [one for one in told if "updates_per_step" in one]
+    assert len(found) == 1 and found[0].startswith(f"step 1 makes {groups} updates and not loop.updates_per_step = 40")
 
 
 @pytest.mark.slow

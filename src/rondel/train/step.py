@@ -122,6 +122,7 @@ class LocalTrainer:
         publisher = WeightPublisher if ranks.size == 1 else RankPublisher
         self.publisher = publisher(self.loaded, ranks, transport, self.weights)
         self.step_number = self.bad_steps = 0
+        self.told_few = False
         self.version = 0
         self.alarm = MismatchAlarm(settings.mismatch_bound, rounded=settings.rollout_format)
         self.coefs = AdaptiveCoefs()
@@ -292,6 +293,9 @@ class LocalTrainer:
             critic.copy_backbone(self.weights)
         frozen = critic is not None and critic.steps < settings.critic_warmup
         updates = batch.split_updates(settings.updates_per_step)
+        if 0 < len(updates) < settings.updates_per_step and not self.told_few:
+            self.told_few = True
+            _warn_few_updates(f"step {self.step_number + 1}{self.whose}", len(updates), settings.updates_per_step)
         moves = updates * settings.epochs
         more = ({"proximal_logprobs"} if len(moves) > 1 else set()) | ({"trained_logprobs"} if frozen else set())
         known: dict[str, float] = {}
@@ -653,6 +657,15 @@ def _warn_bad_step(step: int, whose: str, note: str, bad: int, most: int) -> Non
             f"{bad} steps{whose} in a row were refused by a finite-check, the last one for: {note}. "
             "Lower trainer.lr or look at the rewards"
         )
+
+
+def _warn_few_updates(step: str, groups: int, wanted: int) -> None:
+    emit(
+        Warned(
+            f"{step} makes {groups} updates and not loop.updates_per_step = {wanted}: an update has whole groups, and "
+            f"{groups} were left to train. Raise loop.groups_per_step, or go over a step more often with loop.epochs"
+        )
+    )
 
 
 def _drawn_samples(batch: TrainBatch, algo: Algorithm | Mixture) -> list[TrainSample]:
