@@ -33,7 +33,7 @@ LAST = 20  # training episodes whose mean is compared with the target
 
 
 def main(argv: list[str] | None = None) -> None:
-    from _work import add_set, median, report
+    from _work import add_set, median, overrides, report
 
     from rondel.core.config.job import Job
     from rondel.models.control.kinds import draws_chunks
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true")
     add_set(parser)
     a = parser.parse_args(argv)
-    job = Job.read(a.recipe, {})
+    job = Job.read(a.recipe, overrides(a.set, {}))
     world = str(job.task.data["name"])
     bare = {name: value for name, value in job.task.env_settings.items() if name != "model"}
     without = ["policies={}", f"task.env={json.dumps({'kind': 'control'} | bare).replace(': ', '=')}"]
@@ -93,13 +93,15 @@ def counted(run: Any, *given: Any) -> dict[str, Any]:
 
 
 def ours(recipe: str, seed: int, target: float, sets: list[str]) -> dict[str, Any]:
+    from _work import overrides
+
     from rondel.assemble.world_sizes import RANDOM
     from rondel.core.config.job import Job
     from rondel.runtime.journal.log import read
     from rondel.runtime.journal.store import read_step
 
     with tempfile.TemporaryDirectory() as folder:
-        last = Job.read(recipe, {}).loop.steps
+        last = Job.read(recipe, overrides(sets, {})).loop.steps
         keys = [f"--loop.seed={seed}", f"--model.path.seed={seed}", f"--task.eval.every={last}", "--run.sinks=[]"]
         keys += [f"--{pair}" for pair in sets]
         argv = [sys.executable, "-m", "rondel", "train", recipe, *keys, f"--run.folder={folder}"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rondel.algos.table import Algorithm
-from rondel.assemble.deployment import ENGINES, TOLERANCE, deploy_job, refuse_engine
+from rondel.assemble.deployment import ENGINES, deploy_job, probe_tolerance, refuse_engine
 from rondel.assemble.episodes import command_log_of, episodes_of
 from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.number_formats import probe_gap
@@ -653,7 +653,7 @@ def sync_of(job: Job, placed: Deployment) -> WeightUpdate:
         probe=probe,
         score=placed.trainer.logprobs,
         others=others,
-        tolerance=max(TOLERANCE[known.dtype], probe_gap(job)),
+        tolerance=max(probe_tolerance(known), probe_gap(job)),
         how=job.loop.in_flight,
     )
 
