@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -153,7 +154,13 @@ def test_a_sample_that_was_given_back_keeps_its_tokens_and_its_group(tmp_path, t
     pieces: dict[int, list] = {}
 
     def built(parts) -> None:
-        plain = parts.engine.generate
+        plain, plain_step = parts.engine.generate, parts.engine.runner.step
+
+        def slow_step(*plans):
+            time.sleep(0.01)  # or a busy machine scores when nobody writes any more, and nothing is given back
+            return plain_step(*plans)
+
+        parts.engine.runner.step = slow_step
 
         async def noted(request):
             done = await plain(request)
