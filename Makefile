@@ -1,7 +1,7 @@
 # Rondel.  make train: the whole loop on a real model.  make test: what CI runs.  Needs Python 3.11 or later, nothing else.
 #
 #   make train     installs into .venv once, then runs recipes/quickstart.toml; an interrupted run is continued by the same command
-#   make check     lint, types, layers and the fast tests (some two and a half minutes on two cores): before every commit
+#   make check     lint, types, layers and the fast tests (one and a half minutes on two cores): before every commit
 #   make test      lint, types, and all tests with those of the documentation and the slow ones
 #   make sweeps    the rest of each product of cases of which make test runs a covering set: before a release
 #   make parity    the tests that need TRL and verl, with both in an environment of their own (downloads, some minutes)
