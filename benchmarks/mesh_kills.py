@@ -108,8 +108,9 @@ def settings_of(words: str, steps: int) -> dict[str, Any]:
     return changes
 
 
-def _axes(words: str) -> dict[str, int]:
-    return {axis: n == "true" or int(n) for axis, _, n in (word.partition("=") for word in words.split(","))}
+def _axes(words: str) -> dict[str, int | str]:
+    pairs = (word.partition("=") for word in words.split(","))
+    return {axis: n == "true" or (int(n) if n.isdecimal() else n) for axis, _, n in pairs}
 
 
 class MeshChaos:
