@@ -15,7 +15,7 @@ template <class T> constexpr int64_t JOINED = sizeof(int32_t) / sizeof(T);  // n
 constexpr int64_t WIDTH = 32;  // outputs of a panel: two registers
 constexpr int64_t HALF = 16;   // outputs of a register
 constexpr int64_t TILE = 12;   // rows: with 32 outputs three quarters of all registers hold sums
-constexpr int64_t AHEAD = 4096;  // bytes of a panel that are asked for before they are multiplied
+constexpr int64_t AHEAD = 1024;  // bytes of a panel that are asked for before they are multiplied
 constexpr int64_t MOST = 192;  // rows that are computed over one reading of the weights
 
 // sums [R, WIDTH] of a panel over rows that are `step` numbers apart, whose words are `stride` words apart
