@@ -24,6 +24,7 @@ from rondel.models.dense_attention import ScoreRule, dense_attention
 from rondel.models.head import LMHead
 from rondel.models.linear import modules_alone
 from rondel.models.load import load_model
+from rondel.models.names import DigestSums, tensor_digest
 from rondel.models.native_library import SIGNATURES
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.paged_layout import DecodeBatch
@@ -389,3 +390,14 @@ def test_the_environment_chooses_and_old_processors_have_torch(monkeypatch):
     monkeypatch.setenv("RONDEL_CPU_KERNELS", "yes")
     with pytest.raises(UserError, match="write 0 for torch's operations, or 1"):
         native_library.chosen_library()
+
+
+@pytest.mark.parametrize("size", [3, 8 * 1023, 8 * 1023 * 5 + 8 * 77 + 5, 8 * 1023 * 200 + 64])
+def test_a_digest_with_and_without_the_loops(size, plain):
+    whole = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    pieces = DigestSums(size, device=whole.device)
+    for start in range(0, size, 8 * 1500 + 3):  # rows that begin anywhere
+        pieces.add_bytes(start, whole[start : start + 8 * 1500 + 3])
+    by_loops = tensor_digest(whole)
+    plain()
+    assert by_loops == pieces.digest() == tensor_digest(whole)

@@ -21,6 +21,7 @@ attention are torch's; what lies between them is one pass over the scores, in th
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -456,6 +457,20 @@ def pack_words(weights: list[Tensor], *, in_turns: bool = False, room: Tensor | 
             weight.data_ptr(), panels.data_ptr(), words, len(weight), first, stride, torch.get_num_threads()
         )
     return panels
+
+
+def whole_digest(raw: Tensor, inside: Tensor, across: Tensor) -> tuple[int, int] | None:
+    """The two numbers of a tensor's digest, of its bytes and of the multipliers inside a row and across rows
+    (models/names.py); None where the library cannot read them.
+    """
+    if _loaded is None or raw.device.type != "cpu" or raw.data_ptr() % 8:
+        return None
+    out = (ctypes.c_uint64 * 2)()
+    library().rondel_digest(
+        raw.data_ptr(), raw.numel(), inside.data_ptr(), across.data_ptr(), len(inside), ctypes.addressof(out),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out[0], out[1]
 
 
 def add_weight_gradient(main: Tensor, grad: Tensor, x: Tensor) -> None:

@@ -1,6 +1,6 @@
 // Products of pairs of bfloat16 numbers by themselves, and how weights get into their panels (cpu_tiles.h).
 
-#include "cpu_tiles.h"
+#include "cpu_panels.h"
 
 namespace {
 
@@ -23,13 +23,11 @@ extern "C" {
 // row, 32 bits each
 void rondel_pack_words(const void *weight, void *panels, int64_t words, int64_t width, int64_t first, int64_t stride,
                        int threads) {
-    const int32_t *from = (const int32_t *)weight;
+    const float *from = (const float *)weight;  // words are moved, never computed with
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t unit = 0; unit < (width + HALF - 1) / HALF; unit++) {
         int64_t at = first + unit * stride, columns = std::min(HALF, width - unit * HALF);
-        int32_t *to = (int32_t *)panels + at / 2 * words * WIDTH + at % 2 * HALF;
-        for (int64_t k = 0; k < words; k++)
-            for (int64_t i = 0; i < columns; i++) to[k * WIDTH + i] = from[(unit * HALF + i) * words + k];
+        put_outputs(from + unit * HALF * words, words, columns, (float *)panels + at / 2 * words * WIDTH + at % 2 * HALF);
     }
 }
 

@@ -30,7 +30,8 @@ from rondel.core.events import Warned, emit
 
 SWITCH = "RONDEL_CPU_KERNELS"
 SOURCES = [
-    Path(__file__).with_name(f"cpu_{name}.cpp") for name in ("kernels", "product", "pairs", "layers", "halves", "tree")
+    Path(__file__).with_name(f"cpu_{name}.cpp")
+    for name in ("kernels", "product", "pairs", "layers", "halves", "tree", "digest")
 ]
 HEADERS = [Path(__file__).with_name(name) for name in ("cpu_rows.h", "cpu_tiles.h", "cpu_panels.h")]
 OPTIONS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -55,6 +56,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_product": [CODE, *[PLACE] * 4, *[WHOLE] * 3, THREADS],
     "rondel_decode": [CODE, *[PLACE] * 9, *[WHOLE] * 10, REAL, THREADS],
     "rondel_pack_words": [PLACE, PLACE, *[WHOLE] * 4, THREADS],
+    "rondel_digest": [PLACE, WHOLE, PLACE, PLACE, WHOLE, PLACE, THREADS],
     "rondel_pair_product": [*[PLACE] * 4, *[WHOLE] * 3, THREADS],
     "rondel_layer_half": [CODE, CODE, PLACE, PLACE, REAL, THREADS],
     "rondel_add_weight_gradient": [PLACE, WHOLE, PLACE, *[WHOLE] * 3, PLACE, PLACE, THREADS],

@@ -46,7 +46,7 @@ class TrainSettings:
     critic_warmup: int = 0  # first steps of the critic, in which the policy stays bit for bit as it is
     rollout_format: str = ""  # number format of an engine that rounds its weights alone
     mismatch_bound: float = 1e-2  # K3 of fresh tokens, in nats a token, above which the run warns
-    start_probe: int = 4  # samples a step on which the KL to the starting weights is measured; 0 switches it off
+    start_probe: int = 4  # samples a step, at most, on which the KL to the starting weights is measured; 0: never
 
     @property
     def optimizer_options(self) -> dict[str, Any]:

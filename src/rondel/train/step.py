@@ -68,6 +68,8 @@ def _timed_phase(seconds: dict[str, float], name: str) -> Iterator[None]:
         seconds[name] += time.perf_counter() - began
 
 
+START_SHARE = 16  # of so many trained samples one is scored under the starting weights: at most 2 % of a step
+
 # fields of TokenBatch that must be finite before the first forward pass with a gradient
 LOGPROBS = ("behavior", "proximal", "reference", "teacher", "entropy", "start", "trained")
 
@@ -347,7 +349,7 @@ class LocalTrainer:
         if self.start is not None and stepped and settings.start_probe:
             with _timed_phase(seconds, "annotate"):
                 trained = [s for s in batch.samples if s.known.trained is not None]
-                probe = TrainBatch(trained[: settings.start_probe])
+                probe = TrainBatch(trained[: min(settings.start_probe, -(-len(trained) // START_SHARE))])
                 sizes: dict[str, Any] = dict(
                     budget=self.main.micro_tokens,
                     temperature=self.main.temperature,
