@@ -86,6 +86,14 @@ def test_bfloat16_is_loaded_proved_and_kept():
             "a qwen3_moe of 4 experts cannot send every token to 8 of them: set num_experts_per_tok",
         ),
         ({"random": "llama", "seed": 1}, "6.5 billion parameters: give smaller ones, such as hidden_size = 64"),
+        (
+            {"random": "flow_vla", "action_size": 2, "frame": [56, 56], "backbone": {"random": "qwen2_5_vl"}},
+            "backbone = { random = 'qwen2_5_vl' } has default sizes of its family, 73.4 billion parameters: give smaller",
+        ),
+        (
+            {"random": "qwen2_5_vl", **SIZE},
+            "default sizes of its family, 3.* billion parameters: give smaller ones, such as vision_config = ",
+        ),
         ({"random": "lama"}, "'lama'.*[Dd]id you mean.*llama"),
     ],
     ids=str,

@@ -28,7 +28,7 @@ from rondel.models.blocks import decoder_blocks
 from rondel.models.cache_slots import install_cache_slots
 from rondel.models.compressed_attention import CompressedLayers, check_compressors, install_compressed_attention
 from rondel.models.control.kinds import FLOW_POLICY, FLOW_VLA, MLP_POLICY, MLP_WORLD
-from rondel.models.control.vla_backbone import BACKBONES, load_backbone, with_backbone
+from rondel.models.control.vla_backbone import BACKBONES, TOWER, load_backbone, with_backbone
 from rondel.models.deferred_weights import DeferredWeights, fill_parameters, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.flow.kinds import FLOW_DIT, FLOW_MLP, FLOW_VIDEO, FLOWS
@@ -259,6 +259,9 @@ def _load_step_model(path: str | dict[str, Any], head: type[StepHead], dtype: st
     if isinstance(path, dict):
         recipe, tokenizer = _random_recipe(path)
         name, config = f"random-{path['random']}", random_config(recipe, tokenizer)
+        if isinstance(backbone := path.get("backbone"), dict):
+            where = f"model.path.backbone = {{ random = '{backbone['random']}' }}"
+            _refuse_default_size(where, backbone, config.backbone_config)
         with error_boundary(ModelError, f"making a random '{path['random']}'"):
             torch.manual_seed(path.get("seed", 0))
             model = AutoModel.from_config(config)
@@ -350,8 +353,7 @@ def _random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
 def _random_model(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, str]:
     kind, tokenizer = recipe.get("random"), random_tokenizer(recipe)
     config = _random_config(recipe, tokenizer)
-    if set(recipe) <= {"random", "seed"}:
-        _refuse_default_size(kind, config)
+    _refuse_default_size(f"model.path = {{ random = '{kind}' }}", recipe, config)
     with error_boundary(ModelError, f"making a random '{kind}'"):
         torch.manual_seed(recipe.get("seed", 0))
         model = auto_class(config).from_config(config, attn_implementation="eager")
@@ -361,14 +363,20 @@ def _random_model(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any,
     return model.to(dtype), tokenizer, f"random-{kind}"
 
 
-def _refuse_default_size(kind: Any, config: Any) -> None:
-    """Of a table without sizes: a family's default sizes are often those of its first large model."""
-    with error_boundary(ModelError, f"making a random '{kind}'"), torch.device("meta"):
+def _refuse_default_size(where: str, table: dict[str, Any], config: Any) -> None:
+    """Of a table without sizes, or without those of its vision tower: a family's default sizes are often those of its
+    first large model.
+    """
+    lacks = [SMALL] if set(table) <= {"random", "seed"} else []
+    lacks += [TOWER] if hasattr(config, "vision_config") and "vision_config" not in table else []
+    if not lacks:
+        return
+    with error_boundary(ModelError, f"making a random '{table['random']}'"), torch.device("meta"):
         count = sum(p.numel() for p in auto_class(config).from_config(config).parameters())
     if count > MOST_UNASKED:
         raise ModelError(
-            f"model.path = {{ random = '{kind}' }} has the default sizes of its family, {count / 1e9:.1f} billion "
-            f"parameters: give smaller ones, such as {SMALL}"
+            f"{where} has default sizes of its family, {count / 1e9:.1f} billion parameters: give smaller ones, "
+            f"such as {', '.join(lacks)}"
         )
 
 

@@ -12,7 +12,9 @@ from rondel.core.errors import ModelError, error_boundary
 from rondel.models.control.kinds import FLOW_VLA
 
 BACKBONES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # read one grid of patches of any size, and keep no state
-EXAMPLE = '{ random = "flow_vla", backbone = { random = "qwen2_5_vl", hidden_size = 64 } }'
+SMALL = "hidden_size = 64, intermediate_size = 160, num_hidden_layers = 2, num_attention_heads = 4"
+TOWER = "vision_config = { depth = 1, hidden_size = 32, num_heads = 2, intermediate_size = 64 }"
+EXAMPLE = f'{{ random = "flow_vla", backbone = {{ random = "qwen2_5_vl", {SMALL}, {TOWER} }} }}'
 
 
 Backbone = tuple[Any, Any, Any]  # its config, its tokenizer, and how it looks at pictures where its folder says so
