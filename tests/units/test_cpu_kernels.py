@@ -16,8 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from kits.engine import SIZE
 from rondel.algos.divergence import Divergence
-from rondel.core.errors import UserError
+from rondel.core.errors import EngineError, UserError
 from rondel.core.events import Warned, subscribe
+from rondel.core.types import Sampling
+from rondel.generate.engine.builtin.sampler import draw_from, read_draws, sampling_weights, weighed_rows
 from rondel.models import cpu_kernels, native_library
 from rondel.models.cpu_kernels import attend_masked, takes_mask
 from rondel.models.dense_attention import ScoreRule, dense_attention
@@ -401,3 +403,43 @@ def test_a_digest_with_and_without_the_loops(size, plain):
     by_loops = tensor_digest(whole)
     plain()
     assert by_loops == pieces.digest() == tensor_digest(whole)
+
+
+@pytest.mark.parametrize("size", [40, 256, 1000, 4096 + 77])
+def test_draws_are_those_of_the_sampler(size):
+    """Tokens, log-probabilities and masses of torch's operations, greedy rows and cut tokens among them; a row has its
+    bits whoever is beside it.
+    """
+    generator = torch.Generator().manual_seed(size)
+    samplings = [Sampling(temperature=t) for t in (1.0, 0.7, 0.0, 1.6, 1.0, 0.0)]
+    every = list(range(len(samplings)))
+    for wide in (1.0, 8.0, 60.0):
+        logits = torch.randn(len(samplings), size, generator=generator) * wide
+        logits[4, torch.rand(size, generator=generator) < 0.8] = -torch.inf
+        noise = torch.rand(len(samplings), generator=generator, dtype=torch.float64).tolist()
+        assert weighed_rows(logits, samplings) == []
+        drawn, none = draw_from(logits, samplings, noise, [])
+        by_torch, weights = draw_from(logits.clone(), samplings, noise, every)
+        assert len(none) == 0 and torch.equal(weights, sampling_weights(logits.clone(), samplings))
+        assert torch.equal(drawn[0], by_torch[0])
+        torch.testing.assert_close(drawn[1:], by_torch[1:], rtol=1e-6, atol=1e-6)
+        mixed, some = draw_from(logits.clone(), samplings, noise, [1, 4])
+        assert torch.equal(some, weights[[1, 4]])
+        assert torch.equal(mixed[:, [1, 4]], by_torch[:, [1, 4]])
+        assert torch.equal(mixed[:, [0, 2, 3, 5]], drawn[:, [0, 2, 3, 5]])
+        for u in (0.0, 1 - 2.0**-53):  # never a token that was cut
+            chosen = draw_from(logits, samplings, [u] * len(samplings), [])[0][0].long()
+            assert bool(logits.gather(1, chosen[:, None]).isfinite().all())
+
+
+def test_draws_of_logits_that_are_not_finite_or_cut():
+    for odd in (torch.nan, torch.inf):
+        logits = torch.zeros(1, 300)
+        logits[0, 17] = odd
+        with pytest.raises(EngineError, match="not finite"):
+            read_draws(draw_from(logits, [Sampling()], [0.3], [])[0])
+    with pytest.raises(EngineError, match="not finite"):
+        read_draws(draw_from(torch.full((1, 300), -torch.inf), [Sampling()], [0.3], [])[0])
+    cuts = [Sampling(), Sampling(top_p=0.9), Sampling(top_p=0.9, temperature=0)]
+    assert weighed_rows(torch.zeros(3, 300), cuts) == [1]
+    assert weighed_rows(torch.zeros(3, 300, dtype=torch.float64), cuts) == [0, 1, 2]

@@ -8,6 +8,7 @@ On CPUs with AVX2 alone also the products with packed weights (cpu_product.cpp).
     decode      the same for one query a request, over keys and values where they lie in the cache
     add         an fp32 sum += a bfloat16 gradient
     logprobs    of chosen tokens, with entropies                         formulas in train/logprobs.py
+    draw        a token a row, as generate/engine/builtin/sampler.py draws it                           none
     product     y = x wᵀ + b, of w in panels [O / 16, I, 16]             none: training multiplies through oneDNN
     words       the same in fp32 of panels [O / 32, I, 32] of fp32 numbers or [O / 32, I / 2, 32, 2] of bfloat16 ones   none
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -457,6 +458,17 @@ def pack_words(weights: list[Tensor], *, in_turns: bool = False, room: Tensor | 
             weight.data_ptr(), panels.data_ptr(), words, len(weight), first, stride, torch.get_num_threads()
         )
     return panels
+
+
+def draw_rows(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> Tensor:
+    """A token of each row of logits [B, V] in fp32: [3, B] float64 of tokens, log-probabilities and masses."""
+    logits, warm = logits.contiguous(), torch.tensor(temperatures, dtype=torch.float32)
+    noise, out = torch.tensor(uniforms, dtype=torch.float64), torch.empty(3, len(logits), dtype=torch.float64)
+    assert len(warm) == len(noise) == len(logits) and logits.dtype == torch.float32
+    library().rondel_draw(
+        logits.data_ptr(), warm.data_ptr(), noise.data_ptr(), out.data_ptr(), *logits.shape, torch.get_num_threads()
+    )
+    return out
 
 
 def whole_digest(raw: Tensor, inside: Tensor, across: Tensor) -> tuple[int, int] | None:

@@ -31,7 +31,7 @@ from rondel.core.events import Warned, emit
 SWITCH = "RONDEL_CPU_KERNELS"
 SOURCES = [
     Path(__file__).with_name(f"cpu_{name}.cpp")
-    for name in ("kernels", "product", "pairs", "layers", "halves", "tree", "digest")
+    for name in ("kernels", "product", "pairs", "layers", "halves", "tree", "digest", "draw")
 ]
 HEADERS = [Path(__file__).with_name(name) for name in ("cpu_rows.h", "cpu_tiles.h", "cpu_panels.h")]
 OPTIONS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -56,6 +56,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_product": [CODE, *[PLACE] * 4, *[WHOLE] * 3, THREADS],
     "rondel_decode": [CODE, *[PLACE] * 9, *[WHOLE] * 10, REAL, THREADS],
     "rondel_pack_words": [PLACE, PLACE, *[WHOLE] * 4, THREADS],
+    "rondel_draw": [*[PLACE] * 4, WHOLE, WHOLE, THREADS],
     "rondel_digest": [PLACE, WHOLE, PLACE, PLACE, WHOLE, PLACE, THREADS],
     "rondel_pair_product": [*[PLACE] * 4, *[WHOLE] * 3, THREADS],
     "rondel_layer_half": [CODE, CODE, PLACE, PLACE, REAL, THREADS],

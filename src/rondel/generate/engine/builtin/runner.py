@@ -21,7 +21,7 @@ from rondel.generate.engine.builtin.logits_processors import process_logits
 from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.rejection import matching_prefix_length
 from rondel.generate.engine.builtin.request import SequenceState, StepPlan, TokenFeed
-from rondel.generate.engine.builtin.sampler import draw_tokens, draw_uniforms, read_draws, sampling_weights
+from rondel.generate.engine.builtin.sampler import draw_from, draw_uniforms, read_draws, weighed_rows
 from rondel.generate.engine.builtin.states import SequenceStates, StateMemory
 from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionEncoderCache
 from rondel.models.cache_pools import HostCopy, LayerPools, upload
@@ -170,11 +170,13 @@ class ModelRunner:
         )
         at = upload(plain, self.device, torch.int64)
         exact = logits[at] if plain else logits
-        p = sampling_weights(logits, samplings)
         places = [
             (live.request.key, live.noise_counter + unread + i) for live in lives for i in range(1 + len(live.guess))
         ]
-        drawn = draw_tokens(p, samplings, draw_uniforms([key for key, _ in places], [t for _, t in places]))
+        noise = draw_uniforms([key for key, _ in places], [t for _, t in places])
+        weighed = weighed_rows(logits, samplings) if self.draft is None else list(range(len(part)))
+        weighed = sorted({*weighed, *(row for row, *_ in noted)})
+        drawn, p = draw_from(logits, samplings, noise, weighed)
         if self.draft is not None:
             verified = self.draft.verify_drafts(lives, p, *read_draws(drawn))
             drawn[:2] = upload(verified, self.device, torch.float64)
@@ -184,7 +186,7 @@ class ModelRunner:
             tokens, _ = read_draws(drawn)
             note_raw(raw, [tokens[row] for row, _ in heard], [channels for _, channels in heard])
         for row, live, channels in noted:
-            self._note_rest(live, channels, p[row])
+            self._note_rest(live, channels, p[weighed.index(row)])
         return drawn
 
     def _note_rest(self, live: SequenceState, channels: TokenChannels, p: Tensor) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from rondel.core.errors import EngineError
 from rondel.core.types import Sampling
 from rondel.models.cache_pools import upload
+from rondel.models.cpu_kernels import draw_rows, has_kernels
 
 WORD = 2**64 - 1
 PHILOX = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
@@ -119,6 +120,35 @@ def sample_tokens(p: Tensor, samplings: list[Sampling], noise: list[float]) -> t
     A GPU is waited for once. Raises EngineError where the logits were not finite.
     """
     return read_draws(draw_tokens(p, samplings, noise))
+
+
+def weighed_rows(logits: Tensor, samplings: Sequence[Sampling]) -> list[int]:
+    """Rows of logits [B, V] that need `sampling_weights`: those of whose distribution something is cut, and all where no
+    kernel of this CPU draws from logits as they are. The other rows have no say, so a row has the same bits in every
+    company.
+    """
+    if logits.dtype != torch.float32 or not has_kernels(logits):
+        return list(range(len(samplings)))
+    return [row for row, s in enumerate(samplings) if s.truncates_support and s.temperature > 0]
+
+
+def draw_from(
+    logits: Tensor, samplings: Sequence[Sampling], noise: Sequence[float], weighed: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Logits [B, V] fp32 (overwritten) -> [3, B] as `draw_tokens`, and the weights [W, V] of the rows that are `weighed`,
+    in their order; all of `weighed_rows` must be.
+    """
+    whole = sorted(set(range(len(samplings))) - set(weighed))
+    if not weighed:
+        return draw_rows(logits, [s.temperature for s in samplings], noise), logits[:0]
+    p = sampling_weights(logits[weighed] if whole else logits, [samplings[row] for row in weighed])
+    drawn = draw_tokens(p, [samplings[row] for row in weighed], [noise[row] for row in weighed])
+    if not whole:
+        return drawn, p
+    out = torch.empty(3, len(samplings), dtype=torch.float64)
+    out[:, weighed] = drawn
+    out[:, whole] = draw_rows(logits[whole], [samplings[row].temperature for row in whole], [noise[r] for r in whole])
+    return out, p
 
 
 def draw_tokens(p: Tensor, samplings: list[Sampling], noise: list[float]) -> Tensor:
