@@ -66,7 +66,7 @@ def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
         loaded = load_model(kind.removeprefix("from "), dtype=dtype, deferred=deferred)
         if loaded.sight is not None:  # as a run has it
             vision_tower(loaded.model).requires_grad_(False)
-        return loaded
+        return adapted(loaded, adapter) if adapter else loaded
     if kind in FLOWS:
         return flow(**FLOWS[kind])
     if kind in EYES:
@@ -78,16 +78,22 @@ def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
     elif adapter in FORMATS:
         apply_format(loaded.model, adapter)
     elif adapter:
-        layers = {name.rpartition(".")[2] for name in adapters.linear_layers(loaded)}
-        # of a mixture what is no expert
-        some = sorted(layers & {"q_proj", "k_proj", "kv_b_proj", "o_proj"}) if loaded.routers else "all-linear"
-        adapters.add_adapter(loaded, rank=4, alpha=8, targets=some)
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for layer in loaded.adapter.layers.values() if adapter == "used" else ():
-                layer.lora_B["default"].weight.copy_(
-                    0.1 * torch.randn(layer.lora_B["default"].weight.shape, generator=generator)
-                )
+        adapted(loaded, adapter)
+    return loaded
+
+
+def adapted(loaded: LoadedModel, adapter: str) -> LoadedModel:
+    """With an adapter that is "fresh" or "used"."""
+    layers = {name.rpartition(".")[2] for name in adapters.linear_layers(loaded)}
+    # of a mixture what is no expert
+    some = sorted(layers & {"q_proj", "k_proj", "kv_b_proj", "o_proj"}) if loaded.routers else "all-linear"
+    adapters.add_adapter(loaded, rank=4, alpha=8, targets=some)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for layer in loaded.adapter.layers.values() if adapter == "used" else ():
+            layer.lora_B["default"].weight.copy_(
+                0.1 * torch.randn(layer.lora_B["default"].weight.shape, generator=generator)
+            )
     return loaded
 
 
@@ -167,12 +173,18 @@ class Rank:
         """Of those that were read for a pass: how many still are, and how many were."""
         return sum(each() is not None for each in self.read_models), len(self.read_models)
 
-    def load_counted(self, folder: str) -> tuple[int, int]:
+    def make_past_a_layer(self, kind: str) -> None:
+        """As `make`, of a model whose second layer has no feed-forward part."""
+        loaded = made(kind, "float32", deferred=True)
+        loaded.model.model.layers[1].mlp.forward = lambda x: x
+        self.ranks.shard_model(loaded)
+
+    def load_counted(self, kind: str) -> tuple[int, int]:
         """Load a policy in shards. -> bytes of its weights here, and the most bytes of tensors alive at once."""
         with AliveBytes() as counted:
-            held = self.ranks.shard_model(load_model(folder, dtype="float32", deferred=True))
-        own = [p.to_local() for p in held.model.parameters() if not p.is_meta]
-        return sum(p.nbytes for p in own), counted.most
+            held = self.ranks.shard_model(made(kind, "float32", deferred=True))
+        own = [p for p in held.model.parameters() if not p.is_meta]
+        return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in own), counted.most
 
     def step_counted(self, b, algo, kind: str, **how) -> int:
         """Load a policy and take two steps, the second beside moments. -> the most bytes of tensors alive at once."""

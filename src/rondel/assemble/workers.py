@@ -464,7 +464,7 @@ def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
         device=device,
         four_bits=wanted.kind == "qlora",
         deferred=deferred
-        and wanted.kind == "off"
+        and wanted.kind != "qlora"
         and job.engine.numerics != "aligned"
         and job.sync.probe
         and job.model.trained_format == "none",

@@ -177,6 +177,11 @@ class FsdpRank(SingleRank):
         if expected or (stage is not None and len(head.weight) > 1):
             with randomized_adapter(held.adapter):
                 check_cut(held, self.mesh, probe, expected, PARITY[dtype], logprobs_of, self.all_gather_object)
+        if loaded.weights is not None and loaded.adapter is not None and not held.bare and len(head.weight) > 1:
+            from rondel.models.adapters import check_adapter
+
+            check_adapter(held, lambda: logprobs_of(held, probe))
+            _reshard(model)
         return held
 
     def _shard_steps(self, loaded: LoadedModel) -> LoadedModel:
@@ -213,7 +218,7 @@ class FsdpRank(SingleRank):
             names.checkpoint_pieces(model)
         rounded = rounded_parameters(model)
         layers: StageLayers | None = None
-        if loaded.adapter is not None:
+        if loaded.adapter is not None and loaded.weights is None:
             names.pin_digest(model)
         if self.link is not None:
             decoder, tower = loaded.decoder, list[nn.Parameter]()
