@@ -43,9 +43,10 @@ from rondel.models.weight_formats import apply_format
 from rondel.runtime.cluster import forkserver
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_ipc import FromIpc
+from rondel.sync.from_tcp import FromTcp
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.transfer_plan import plan_transfer
-from rondel.train import logprobs, part_checkpoint, part_file
+from rondel.train import logprobs, part_checkpoint, part_file, weight_publisher
 from rondel.train.annotate import compute_advantages
 from rondel.train.critic import Critic
 from rondel.train.fsdp import FsdpRank
@@ -101,6 +102,9 @@ def _numpy_fields(known: TokenBatch) -> dict[str, np.ndarray]:
     """What is known of the tokens of a sample, by name."""
     found = {f.name: getattr(known, f.name) for f in fields(known) if f.name not in ("sample", "teachers", "margins")}
     return {name: x.numpy() for name, x in found.items() if x is not None}
+
+
+APART = {"ipc": FromIpc, "tcp": FromTcp}  # in which each rank gives its own shards
 
 
 class Rank:
@@ -328,7 +332,8 @@ class Rank:
 
     def move_to(self, node: str = "") -> None:
         """As if this rank were on another machine; by default back on this one, where other ranks of the next mesh are."""
-        part_checkpoint.platform = SimpleNamespace(node=lambda: node) if node else platform
+        here: Any = SimpleNamespace(node=lambda: node) if node else platform
+        part_checkpoint.platform = weight_publisher.platform = here
 
     def fill_disk(self) -> None:
         """What this rank writes next finds no room."""
@@ -345,14 +350,14 @@ class Rank:
         manifest, route = told
         return (manifest.root, manifest.base), {name: names.tensor_digest(t) for name, t in route.data.items()}
 
-    def publish_apart(self) -> tuple[Any, int]:
+    def publish_apart(self, kind: str = "ipc") -> tuple[Any, int]:
         """-> (manifest and route, or None) of an update in which each rank writes its shards, and bytes gathered here."""
         trainer = self.trainer
-        if not hasattr(trainer, "apart"):
-            trainer.apart = RankPublisher(trainer.loaded, self.ranks, FromIpc())
+        if not hasattr(trainer, "apart") or type(trainer.apart.transport) is not APART[kind]:
+            trainer.apart = RankPublisher(trainer.loaded, self.ranks, APART[kind]())
         trainer.publisher, plain = trainer.apart, trainer.publisher
         try:
-            return _now(trainer.publish(Route("ipc"))), trainer.apart.gathered
+            return _now(trainer.publish(Route(kind))), trainer.apart.gathered
         finally:
             trainer.publisher = plain
 
@@ -487,22 +492,22 @@ def end_alike(
     return metrics
 
 
-def hand_over(every: EveryRank, takers: int) -> None:
+def hand_over(every: EveryRank, takers: int, kind: str = "ipc") -> None:
     """Weights of all ranks to an engine of so many: each part bit for bit, by digest, and as many bytes as the plan has;
     the ranks gather nothing. Several times, so that segments take turns.
     """
     layout, cuts = [own for own, _ in every.layout()], every.layout()[0][1]
-    engines, got = [FromIpc() for _ in range(takers)], []
+    engines, got = [APART[kind]() for _ in range(takers)], []
     for _ in range(3):
         (root, _), digests = every.published()[0]
-        ((manifest, route), gathered), *others = every.publish_apart()
+        ((manifest, route), gathered), *others = every.publish_apart(kind)
         assert (gathered, others) == (0, [(None, 0)] * (len(every.ranks) - 1))
         assert manifest.root == root and {t.name: t.digest for t in manifest.tensors} == digests
         size = {t.name: getattr(torch, t.dtype).itemsize for t in manifest.tensors}
         wholes = {t.name: TensorPart.whole(t.shape) for t in manifest.tensors}
         want = [{n: part_of(p, cuts.get(n), takers, i) for n, p in wholes.items()} for i in range(takers)]
         got = [dict(engine.receive_parts(route, manifest, parts)) for engine, parts in zip(engines, want)]
-        whole = dict(FromIpc().receive(route, manifest, {}))
+        whole = dict(APART[kind]().receive(route, manifest, {}))
         assert {name: names.tensor_digest(t) for name, t in whole.items()} == digests
         for i, parts in enumerate(got):
             for name, part in parts.items():
@@ -510,7 +515,7 @@ def hand_over(every: EveryRank, takers: int) -> None:
                 assert names.tensor_digest(part) == names.tensor_digest(truth), name
         for engine, parts, mine in zip(engines, want, got):
             planned = sum(c.bytes for c in plan_transfer(layout, [parts], size))
-            assert engine.reader.bytes_read == planned == sum(t.nbytes for t in mine.values())
+            assert engine.bytes_read == planned == sum(t.nbytes for t in mine.values())
         assert sum(written_bytes(route, size)) == route.bytes == sum(t.nbytes for t in whole.values())
         every.change()
 
