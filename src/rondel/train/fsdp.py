@@ -193,8 +193,8 @@ class FsdpRank(SingleRank):
             )
         if mesh.overlap:
             raise ConfigError(
-                f"place.mesh = {mesh}: of a {model.config.model_type} the rows between the parts of a layer lie whole "
-                "on every rank; leave overlap out"
+                f"place.mesh = {mesh}: rows between the parts of a {model.config.model_type} are gathered, and go round "
+                "no ring; leave overlap out"
             )
         if mesh.cp_attention == "ring":
             raise ConfigError(
@@ -245,7 +245,7 @@ class FsdpRank(SingleRank):
             model.float()
         if self.tensor is not None:
             if isinstance(loaded.head, StepHead):
-                self._cuts[model] = loaded.head.cut_over(self.tensor)
+                self._cuts[model] = loaded.head.cut_over(self.tensor, sequence=self.mesh.sp)
             else:
                 own = None if layers is None else layers.own_runs
                 apart = [] if self.experts is None else expert_parameters(model)
