@@ -31,7 +31,8 @@ formula      the same by the sum of what each axis moves, L layers of two parts,
                       back, in both passes: where the router sends tokens evenly, which an untrained one does not quite
              Left out: what data ranks tell each other of their tokens, rows that fill up uneven shards, and sums of norms
              whose matrices are cut: below 1 %. Of flow_video, whose samples lie over cp and whose modulations tp leaves
-             whole, that of `rondel plan` (planner/flow_cost.py), `held` as well.
+             whole, that of `rondel plan` (planner/flow_cost.py), `held` as well; with sp the sum of modulations behind
+             the passes is left out, which the plan counts.
 All ranks are processes of this machine over gloo: their speed says little of devices, and is measured on request alone,
 
     rondel bench mesh --meshes tp=2 tp=2,overlap=true --families llama --rows grpo --hidden 512 --pairs 12

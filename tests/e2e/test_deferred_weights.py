@@ -14,13 +14,15 @@ from safetensors.torch import load_file
 
 from kits.families import FAMILIES
 from kits.families import model as family
-from kits.ranks import Rank, apart
+from kits.ranks import Rank, adapted, apart, made
 from kits.sweeps import covering
 from kits.train import awkward_groups, batch, model, row
 from kits.vision import EYES, groups_with_images
 from kits.vision import model as looking
-from rondel.core.errors import CheckpointError
+from rondel.core.errors import CheckpointError, ModelError
 from rondel.core.mesh import Mesh
+from rondel.models import names
+from rondel.models.adapter_files import save_adapter
 from rondel.models.deferred_weights import DeferredWeights
 from rondel.models.image_features import feature_tensors
 from rondel.models.load import load_model
@@ -35,6 +37,17 @@ pytestmark = pytest.mark.slow
 NOTES = 40 << 10  # bytes of a random state, and of what ranks tell each other of some twenty tensors
 FILES = ("model.safetensors", "optimizer.safetensors", "critic.safetensors")
 KINDS = ("llama", "gemma2", "mixtral", "qwen3_5_text", "gpt_oss", "deepseek_v3")
+
+
+WIDE = {
+    "random": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 64,
+}
+WIDE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "dtype": "float32"}
+DEEP = WIDE | {"num_hidden_layers": 8}
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +178,7 @@ def test_a_rank_never_holds_more_than_its_share_and_a_layer(stored, ranks, shard
     loaded = family("llama")
     whole = sum(4 * p.numel() for p in loaded.model.parameters())
     blocks = [sum(4 * p.numel() for p in block.parameters()) for block in loaded.model.model.layers]
-    for held, most in ranks(Mesh(shards=shards)).load_counted(str(stored("llama"))):
+    for held, most in ranks(Mesh(shards=shards)).load_counted(f"from {stored('llama')}"):
         assert held <= 1.05 * whole / shards
         assert most <= held + max(*blocks, whole - sum(blocks))
 
@@ -178,9 +191,93 @@ def test_a_stage_reads_its_layers_only(ranks, tmp_path):
     save_model(loaded, tmp_path, {n: p.detach() for n, p in loaded.model.state_dict().items()})
     size = {name: 4 * p.numel() for name, p in loaded.model.named_parameters()}
     tied, layer = size["model.embed_tokens.weight"], sum(n for name, n in size.items() if "layers.0." in name)
-    told = ranks(Mesh(pp=2)).load_counted(str(tmp_path))
+    told = ranks(Mesh(pp=2)).load_counted(f"from {tmp_path}")
     assert [held for held, _ in told] == [3 * layer + tied, 2 * layer + tied + size["model.norm.weight"]]
     assert all(most <= 2 * held + 48 * 1024 for held, most in told)
+
+
+# -- an adapter over a base that is read later ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", covering([*KINDS, "tied"], ["tied", "mixtral"]))
+def test_an_adapter_begins_with_the_bits_that_it_has_over_a_whole_base(stored, tmp_path, kind):
+    """In bfloat16, to which peft rounds the first factors; the digest of the base is that of all its weights. What
+    was stored of an adapter is read over either, and refused over another base.
+    """
+    whole, empty = (made(f"from {stored(kind)} + used", "bfloat16", deferred=later) for later in (False, True))
+    ours, theirs = (dict(names.named_weights(loaded.model)) for loaded in (empty, whole))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    assert all(p.is_meta for n, p in empty.model.named_parameters() if names.LORA not in n)
+    assert names.base_digest(empty.model) == names.base_digest(whole.model) != ""
+    save_adapter(whole, tmp_path)
+    again = load_model(str(tmp_path), dtype="bfloat16", deferred=True)
+    assert again.weights is not None and again.name == str(tmp_path)
+    assert all(torch.equal(t, theirs[n]) for n, t in names.named_weights(again.model))
+    note = tmp_path / "base.json"
+    note.write_text(note.read_text().replace(names.base_digest(whole.model), "0" * 32))
+    with pytest.raises(ModelError, match="with other bits than the base"):
+        load_model(str(tmp_path), dtype="bfloat16", deferred=True)
+
+
+OVER = [
+    *[(Mesh(shards=2), "tied", "float32"), (Mesh(tp=2), "tied", "float32"), (Mesh(shards=2, tp=2), "tied", "float32")],
+    *[(Mesh(pp=2), "tied", "float32"), (Mesh(shards=2), "tied", "bfloat16"), (Mesh(cp=2), "gemma2", "float32")],
+    *[(Mesh(tp=2, ep=2), "mixtral", "float32"), (Mesh(shards=2, ep=2), "gpt_oss", "float32")],
+]
+
+
+@pytest.mark.parametrize(("mesh", "kind", "dtype"), covering(OVER, [OVER[0], OVER[2], OVER[3], OVER[6]]), ids=str)
+def test_an_adapter_over_a_base_that_ranks_read_trains_as_one_rank(stored, ranks, tmp_path, mesh, kind, dtype):
+    """With a critic, whose adapter is its own, and the base as the reference. Of the base a rank has its share; what is
+    published and stored is that of one rank, with the same digest of the base.
+    """
+    algo = row("ppo", kl={"coef": 0.05}) if kind == "tied" else row("grpo", kl={"coef": 0.1})
+    alone, every, b = Rank(0), ranks(mesh), batch(awkward_groups(), algo)
+    alone.make(f"from {stored(kind)} + used", dtype, algo)
+    every.make(f"from {stored(kind)} + used", dtype, algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    assert np.linalg.norm(whole) > 1e-3
+    for got in every.gradient(copy.deepcopy(b), algo, micro_tokens=40):
+        assert apart(got, whole) <= (1e-6 if dtype == "float32" else 0.05)
+    frozen = alone.resident()["frozen"]
+    if mesh in (Mesh(shards=2), Mesh(shards=2, tp=2)) and kind == "tied":
+        assert max(part["frozen"] for part in every.resident()) <= 1.05 * frozen / mesh.world
+    assert every.published() == [alone.published()] + [None] * (mesh.world - 1)
+    every.save(tmp_path / "mesh")
+    alone.load(tmp_path / "mesh")
+    alone.save(tmp_path / "one")
+    for name in ("adapter_model.safetensors", "adapter_config.json", "base.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "mesh" / name).read_bytes(), name
+    every.load(tmp_path / "one")
+
+
+def test_an_adapted_layer_that_takes_no_part_is_named_by_ranks_that_read_their_shards(stored, ranks):
+    every = ranks(Mesh(shards=2))
+    asked = [rank.ask("make_past_a_layer", f"from {stored('llama')} + fresh") for rank in every.ranks]
+    for answer in asked:
+        with pytest.raises(ModelError, match=r"take no part in a forward pass, first model\.layers\.1\.mlp"):
+            answer.result(60)
+
+
+ADAPTED = [Mesh(shards=2), Mesh(tp=2), Mesh(shards=2, tp=2)]
+
+
+@pytest.mark.parametrize("mesh", covering(ADAPTED, [ADAPTED[0], ADAPTED[2]]), ids=str)
+def test_a_rank_under_an_adapter_holds_its_share_of_the_base_and_what_a_pass_gathers(ranks, tmp_path, mesh):
+    """Bytes of tensors alive at once, counted at every operation while a rank loads; the adapter lies whole beside them.
+    The pass that asks whether every adapted layer takes part gathers the ends, and has three layers at once, one let go,
+    one as it comes and as it is computed with; and activations of 11 tokens.
+    """
+    loaded = load_model(DEEP, dtype="float32")
+    save_model(loaded, tmp_path, {n: p.detach() for n, p in loaded.model.state_dict().items()})
+    size = {name: 4 * p.numel() for name, p in loaded.model.named_parameters()}
+    layer = sum(n for name, n in size.items() if "layers.0." in name)
+    ends = sum(n for name, n in size.items() if "layers." not in name)
+    trained = 4 * adapted(loaded, "fresh").adapter.parameter_count
+    share = sum(size.values()) / mesh.world
+    for held, most in ranks(mesh).load_counted(f"from {tmp_path} + fresh"):
+        assert held <= 1.02 * share + trained
+        assert most <= held + (3 * layer + ends) / mesh.tp + 256 * 1024 < sum(size.values()) + trained
 
 
 def test_the_reader_names_what_is_missing(stored, tmp_path):
@@ -250,19 +347,9 @@ def test_a_rank_saves_and_loads_with_its_share_and_the_largest_tensor(ranks, tmp
     told = every.save_counted(tmp_path)
     stored = load_file(tmp_path / "optimizer.safetensors").values()
     largest, whole = max(t.nbytes for t in stored), sum(t.nbytes for t in stored)
-    for (held, made), loaded in zip(told, every.restore_counted(tmp_path), strict=True):
-        assert made <= largest + NOTES < whole / 4
+    for (held, extra), loaded in zip(told, every.restore_counted(tmp_path), strict=True):
+        assert extra <= largest + NOTES < whole / 4
         assert loaded <= held + largest + NOTES
-
-
-WIDE = {
-    "random": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": 64,
-}
-WIDE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "dtype": "float32"}
 
 
 SHARES = [Mesh(shards=2), Mesh(shards=4), Mesh(shards=2, tp=2)]
@@ -283,7 +370,6 @@ def test_a_rank_trains_within_its_share_of_18_bytes_a_weight_and_a_block(ranks, 
         assert 16 * share < most <= 18 * share + 12 * layer / mesh.tp
 
 
-DEEP = WIDE | {"num_hidden_layers": 8}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 64}
 PEAKS = [
     *((mesh, DEEP) for mesh in (Mesh(shards=2), Mesh(pp=2), Mesh(cp=2), Mesh(tp=2), Mesh(pp=2, shards=2))),

@@ -19,6 +19,7 @@ from rondel.core.mesh import Mesh
 from rondel.driver import replay
 
 CP, SHARDS, TP, BOTH = Mesh(cp=2), Mesh(shards=2), Mesh(tp=2), Mesh(cp=2, tp=2)
+WHOLE = Mesh(tp=2, sp=False)  # rows between the parts of a block lie whole on each rank
 LENGTHS = [[3, 5, 1], [2, 2], [4, 4, 4, 1]]
 CASES = [
     (CP, "videos"),
@@ -33,6 +34,8 @@ CASES = [
     (BOTH, "videos"),
     (Mesh(shards=2, tp=2, reduce="update", reshard="update"), "images"),
     (Mesh(replicas=2, tp=2), "videos"),
+    (WHOLE, "videos"),
+    (Mesh(cp=2, tp=2, sp=False), "images"),
 ]
 
 pytestmark = pytest.mark.slow
@@ -43,11 +46,11 @@ def rollouts(kind: str, seed: int = 0):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "kind"), covering(CASES, [CASES[1], CASES[3], CASES[6], CASES[8], CASES[9], CASES[11]]), ids=str
+    ("mesh", "kind"), covering(CASES, [CASES[1], CASES[3], CASES[6], CASES[8], CASES[9], CASES[11], CASES[12]]), ids=str
 )  # videos: replicas and cp, cp and tp
 def test_any_mesh_has_the_gradient_of_one_rank(ranks, mesh, kind):
     """Of a Flow-GRPO step with a reference; in one micro-batch and in many, layers computed again or kept."""
-    exact = {"kind": "closed_form"} if mesh in (SHARDS, TP) else {}
+    exact = {"kind": "closed_form"} if mesh in (SHARDS, TP, WHOLE) else {}
     algo, alone, every = row("flow_grpo", kl={"coef": 0.1, **exact}), Rank(0), ranks(mesh)
     b = batch(rollouts(kind), algo)
     alone.make(kind, algo=algo)

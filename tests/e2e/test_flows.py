@@ -266,10 +266,10 @@ def test_digits_are_drawn_and_shown(tmp_path, capsys):
         (
             {
                 "place__kind": "split",
-                "place__mesh": {"tp": 2, "sp": True},
+                "place__mesh": {"tp": 2, "overlap": True},
                 "model__path": {"random": "flow_dit", "dim": 4},
             },
-            "leave overlap and sp out",
+            "leave overlap out",
         ),
         ({"place__kind": "split", "place__mesh": {"cp": 2}}, "no tokens that ranks could share"),
         ({"place__kind": "split", "place__mesh": {"cp": 2, "cp_attention": "ring"}}, "leave cp_attention out"),

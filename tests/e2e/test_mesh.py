@@ -230,6 +230,23 @@ def test_weights_flow_to_an_engine_of_any_layout(ranks, mesh, kind, dtype):
         hand_over(every, takers)
 
 
+TCP = [(Mesh(shards=2), "tied", "bfloat16"), (Mesh(shards=2, tp=2), "tied", "float32"), (Mesh(pp=2), "tied", "float32")]
+TCP += [(Mesh(shards=2, ep=2), "mixtral", "float32")]
+
+
+@pytest.mark.parametrize(("mesh", "kind", "dtype"), covering(TCP, [TCP[1]]), ids=str)
+def test_ranks_of_several_machines_serve_their_own_parts_and_gather_nothing(ranks, mesh, kind, dtype):
+    """Over a connection to each of them: every part by digest, bytes that came = the plan's."""
+    every = ranks(mesh)
+    every.make(kind, dtype)
+    for number, rank in enumerate(every.ranks):
+        rank.now("move_to", f"node-{number}")
+    for takers in (1, 2):
+        hand_over(every, takers, "tcp")
+    for rank in every.ranks:
+        rank.now("move_to")
+
+
 def test_ranks_write_alike_much_and_replicas_share(ranks):
     every = ranks(Mesh(replicas=2, shards=2))
     every.make("llama")

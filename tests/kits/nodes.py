@@ -23,6 +23,8 @@ BEGIN = """
 hostname "$0"
 mount --bind "$1" /etc/hosts
 mount -t tmpfs tmpfs /dev/shm
+mkdir -p /tmp/ray # where Ray keeps the sockets and logs of a machine
+mount -t tmpfs tmpfs /tmp/ray
 echo nameserver 127.0.0.1 > /dev/shm/resolv.conf # answers at once that there is none
 mount --bind /dev/shm/resolv.conf /etc/resolv.conf
 ip link set lo up

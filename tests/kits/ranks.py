@@ -43,9 +43,10 @@ from rondel.models.weight_formats import apply_format
 from rondel.runtime.cluster import forkserver
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_ipc import FromIpc
+from rondel.sync.from_tcp import FromTcp
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.transfer_plan import plan_transfer
-from rondel.train import logprobs, part_checkpoint, part_file
+from rondel.train import logprobs, part_checkpoint, part_file, weight_publisher
 from rondel.train.annotate import compute_advantages
 from rondel.train.critic import Critic
 from rondel.train.fsdp import FsdpRank
@@ -66,7 +67,7 @@ def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
         loaded = load_model(kind.removeprefix("from "), dtype=dtype, deferred=deferred)
         if loaded.sight is not None:  # as a run has it
             vision_tower(loaded.model).requires_grad_(False)
-        return loaded
+        return adapted(loaded, adapter) if adapter else loaded
     if kind in FLOWS:
         return flow(**FLOWS[kind])
     if kind in EYES:
@@ -78,16 +79,22 @@ def made(kind: str, dtype: str, *, deferred: bool = False) -> LoadedModel:
     elif adapter in FORMATS:
         apply_format(loaded.model, adapter)
     elif adapter:
-        layers = {name.rpartition(".")[2] for name in adapters.linear_layers(loaded)}
-        # of a mixture what is no expert
-        some = sorted(layers & {"q_proj", "k_proj", "kv_b_proj", "o_proj"}) if loaded.routers else "all-linear"
-        adapters.add_adapter(loaded, rank=4, alpha=8, targets=some)
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for layer in loaded.adapter.layers.values() if adapter == "used" else ():
-                layer.lora_B["default"].weight.copy_(
-                    0.1 * torch.randn(layer.lora_B["default"].weight.shape, generator=generator)
-                )
+        adapted(loaded, adapter)
+    return loaded
+
+
+def adapted(loaded: LoadedModel, adapter: str) -> LoadedModel:
+    """With an adapter that is "fresh" or "used"."""
+    layers = {name.rpartition(".")[2] for name in adapters.linear_layers(loaded)}
+    # of a mixture what is no expert
+    some = sorted(layers & {"q_proj", "k_proj", "kv_b_proj", "o_proj"}) if loaded.routers else "all-linear"
+    adapters.add_adapter(loaded, rank=4, alpha=8, targets=some)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for layer in loaded.adapter.layers.values() if adapter == "used" else ():
+            layer.lora_B["default"].weight.copy_(
+                0.1 * torch.randn(layer.lora_B["default"].weight.shape, generator=generator)
+            )
     return loaded
 
 
@@ -95,6 +102,9 @@ def _numpy_fields(known: TokenBatch) -> dict[str, np.ndarray]:
     """What is known of the tokens of a sample, by name."""
     found = {f.name: getattr(known, f.name) for f in fields(known) if f.name not in ("sample", "teachers", "margins")}
     return {name: x.numpy() for name, x in found.items() if x is not None}
+
+
+APART = {"ipc": FromIpc, "tcp": FromTcp}  # in which each rank gives its own shards
 
 
 class Rank:
@@ -167,12 +177,18 @@ class Rank:
         """Of those that were read for a pass: how many still are, and how many were."""
         return sum(each() is not None for each in self.read_models), len(self.read_models)
 
-    def load_counted(self, folder: str) -> tuple[int, int]:
+    def make_past_a_layer(self, kind: str) -> None:
+        """As `make`, of a model whose second layer has no feed-forward part."""
+        loaded = made(kind, "float32", deferred=True)
+        loaded.model.model.layers[1].mlp.forward = lambda x: x
+        self.ranks.shard_model(loaded)
+
+    def load_counted(self, kind: str) -> tuple[int, int]:
         """Load a policy in shards. -> bytes of its weights here, and the most bytes of tensors alive at once."""
         with AliveBytes() as counted:
-            held = self.ranks.shard_model(load_model(folder, dtype="float32", deferred=True))
-        own = [p.to_local() for p in held.model.parameters() if not p.is_meta]
-        return sum(p.nbytes for p in own), counted.most
+            held = self.ranks.shard_model(made(kind, "float32", deferred=True))
+        own = [p for p in held.model.parameters() if not p.is_meta]
+        return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in own), counted.most
 
     def step_counted(self, b, algo, kind: str, **how) -> int:
         """Load a policy and take two steps, the second beside moments. -> the most bytes of tensors alive at once."""
@@ -316,7 +332,8 @@ class Rank:
 
     def move_to(self, node: str = "") -> None:
         """As if this rank were on another machine; by default back on this one, where other ranks of the next mesh are."""
-        part_checkpoint.platform = SimpleNamespace(node=lambda: node) if node else platform
+        here: Any = SimpleNamespace(node=lambda: node) if node else platform
+        part_checkpoint.platform = weight_publisher.platform = here
 
     def fill_disk(self) -> None:
         """What this rank writes next finds no room."""
@@ -333,14 +350,14 @@ class Rank:
         manifest, route = told
         return (manifest.root, manifest.base), {name: names.tensor_digest(t) for name, t in route.data.items()}
 
-    def publish_apart(self) -> tuple[Any, int]:
+    def publish_apart(self, kind: str = "ipc") -> tuple[Any, int]:
         """-> (manifest and route, or None) of an update in which each rank writes its shards, and bytes gathered here."""
         trainer = self.trainer
-        if not hasattr(trainer, "apart"):
-            trainer.apart = RankPublisher(trainer.loaded, self.ranks, FromIpc())
+        if not hasattr(trainer, "apart") or type(trainer.apart.transport) is not APART[kind]:
+            trainer.apart = RankPublisher(trainer.loaded, self.ranks, APART[kind]())
         trainer.publisher, plain = trainer.apart, trainer.publisher
         try:
-            return _now(trainer.publish(Route("ipc"))), trainer.apart.gathered
+            return _now(trainer.publish(Route(kind))), trainer.apart.gathered
         finally:
             trainer.publisher = plain
 
@@ -475,22 +492,22 @@ def end_alike(
     return metrics
 
 
-def hand_over(every: EveryRank, takers: int) -> None:
+def hand_over(every: EveryRank, takers: int, kind: str = "ipc") -> None:
     """Weights of all ranks to an engine of so many: each part bit for bit, by digest, and as many bytes as the plan has;
     the ranks gather nothing. Several times, so that segments take turns.
     """
     layout, cuts = [own for own, _ in every.layout()], every.layout()[0][1]
-    engines, got = [FromIpc() for _ in range(takers)], []
+    engines, got = [APART[kind]() for _ in range(takers)], []
     for _ in range(3):
         (root, _), digests = every.published()[0]
-        ((manifest, route), gathered), *others = every.publish_apart()
+        ((manifest, route), gathered), *others = every.publish_apart(kind)
         assert (gathered, others) == (0, [(None, 0)] * (len(every.ranks) - 1))
         assert manifest.root == root and {t.name: t.digest for t in manifest.tensors} == digests
         size = {t.name: getattr(torch, t.dtype).itemsize for t in manifest.tensors}
         wholes = {t.name: TensorPart.whole(t.shape) for t in manifest.tensors}
         want = [{n: part_of(p, cuts.get(n), takers, i) for n, p in wholes.items()} for i in range(takers)]
         got = [dict(engine.receive_parts(route, manifest, parts)) for engine, parts in zip(engines, want)]
-        whole = dict(FromIpc().receive(route, manifest, {}))
+        whole = dict(APART[kind]().receive(route, manifest, {}))
         assert {name: names.tensor_digest(t) for name, t in whole.items()} == digests
         for i, parts in enumerate(got):
             for name, part in parts.items():
@@ -498,7 +515,7 @@ def hand_over(every: EveryRank, takers: int) -> None:
                 assert names.tensor_digest(part) == names.tensor_digest(truth), name
         for engine, parts, mine in zip(engines, want, got):
             planned = sum(c.bytes for c in plan_transfer(layout, [parts], size))
-            assert engine.reader.bytes_read == planned == sum(t.nbytes for t in mine.values())
+            assert engine.bytes_read == planned == sum(t.nbytes for t in mine.values())
         assert sum(written_bytes(route, size)) == route.bytes == sum(t.nbytes for t in whole.values())
         every.change()
 

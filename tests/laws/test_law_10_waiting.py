@@ -506,7 +506,7 @@ def test_an_actor_of_this_machine_that_is_stopped_while_it_is_built_is_named_soo
     ray = pytest.importorskip("ray")
     from rondel.runtime.cluster.ray import RayCluster
 
-    cluster = RayCluster(2, patience=2.0)
+    cluster = RayCluster(["engine-0", "engine-1"], patience=2.0)
     try:
         stopped, slow = (cluster.spawn(f"engine-{i}", SlowPart, "sleep", seconds) for i, seconds in enumerate((90, 8)))
         _, pid = ray.get(stopped._process, timeout=300)

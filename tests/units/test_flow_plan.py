@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from rondel.cli import main
 from rondel.core.config.job import Job
 from rondel.core.errors import UserError
 from rondel.core.mesh import Mesh
+from rondel.models import collectives
 from rondel.models.collectives import computed_again
 from rondel.models.flow.block_cuts import cut_blocks
 from rondel.models.flow.velocity_dit import FlowDit, FlowDitConfig
@@ -73,14 +75,33 @@ class OneOfTwo:
         return x
 
 
-@pytest.mark.parametrize(("shared", "tp"), [(False, 1), (True, 1), (False, 2), (True, 2)])
-def test_a_layer_keeps_what_the_plan_says(shared, tp):
+def spread_rows(monkeypatch, ranks):
+    """Runs of rows that the other rank has are zeros, as long as those of this one."""
+
+    def gather(x, lengths, of):
+        ranks.received += x.nbytes  # (n - 1) / n of what there is then
+        return torch.cat([x, torch.zeros_like(x)])
+
+    def reduce(x, lengths, of):
+        ranks.received += x.nbytes // 2
+        return x[: lengths[0]].clone()
+
+    monkeypatch.setattr(collectives, "gather_runs", gather)
+    monkeypatch.setattr(collectives, "reduce_runs", reduce)
+
+
+@pytest.mark.parametrize(
+    ("shared", "tp", "sp"),
+    [(False, 1, False), (True, 1, False), (False, 2, False), (True, 2, False), (False, 2, True), (True, 2, True)],
+)
+def test_a_layer_keeps_what_the_plan_says(shared, tp, sp, monkeypatch):
     """Bytes of distinct storages that autograd saves of a token, with one layer more."""
+    spread_rows(monkeypatch, OneOfTwo())
 
     def kept(layers: int) -> int:
         model, found = plain("flow_video", VIDEO | {"num_hidden_layers": layers}), {}
         if tp == 2:
-            cut_blocks(model, OneOfTwo())
+            cut_blocks(model, OneOfTwo(), sequence=sp)
         weights = {p.untyped_storage()._cdata for p in model.parameters()}
 
         def pack(t):
@@ -101,13 +122,13 @@ def test_a_layer_keeps_what_the_plan_says(shared, tp):
     shape = flow_shape({"random": "flow_video", **VIDEO})
     each = (kept(3) - kept(2)) / 4 / 2
     steering = 8 * shape.hidden + 20  # of a sample and not of a token
-    assert each - steering <= shape.tokens * shape.kept_numbers(shared=shared, tp=tp) <= each
+    assert each - steering <= shape.tokens * shape.kept_numbers(shared=shared, tp=tp, sp=sp) <= each
 
 
 @pytest.mark.parametrize("recompute", ["none", "layers"])
 def test_sums_of_tp_and_weights_of_a_rank_are_those_of_the_plan(recompute):
     """Of a pass of one layer, then another; the weights by name."""
-    model, ranks, mesh = plain("flow_video", VIDEO), OneOfTwo(), Mesh(tp=2)
+    model, ranks, mesh = plain("flow_video", VIDEO), OneOfTwo(), Mesh(tp=2, sp=False)
     cut_blocks(model, ranks)
     steer, hidden = torch.randn(3, 96), torch.randn(3, model.token_count, 96, requires_grad=True)
     for layer in model.layers:
@@ -117,6 +138,21 @@ def test_sums_of_tp_and_weights_of_a_rank_are_those_of_the_plan(recompute):
     asked = setting(mesh=mesh, gpus=2, prompts=1, group=1, output=3, micro=10**9, recompute=recompute)
     assert ranks.received == flow_cost.tensor_bytes(asked, mesh)
     assert flow_cost.held_numbers(asked, mesh) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("recompute", ["none", "layers"])
+def test_rows_that_lie_apart_receive_the_bytes_of_the_plan(recompute, monkeypatch):
+    """Gathers and scattered sums of a pass, its ends and what steers it."""
+    model, ranks, mesh = plain("flow_video", VIDEO), OneOfTwo(), Mesh(tp=2)
+    spread_rows(monkeypatch, ranks)
+    cut_blocks(model, ranks, sequence=True)
+    if recompute == "layers":
+        for layer in model.layers:
+            layer.forward = partial(computed_again, layer.forward)
+    patches = model.cut_patches(torch.randn(3, model.config.dim))
+    model.patch_velocities(patches, torch.rand(3), torch.randn(3, 96)).square().sum().backward()
+    asked = setting(mesh=mesh, gpus=2, prompts=1, group=1, output=3, micro=10**9, recompute=recompute)
+    assert ranks.received == flow_cost.tensor_bytes(asked, mesh)
 
 
 def setting(**more) -> FlowWorkload:

@@ -46,7 +46,7 @@ def test_how_weights_travel(wanted, apart, weights, room, value, why):
     assert found.value == value and why in found.why
 
 
-@pytest.mark.parametrize("wanted", ["ipc", "disk", "distributed", "delta"])
+@pytest.mark.parametrize("wanted", ["ipc", "tcp", "disk", "distributed", "delta"])
 def test_one_module_needs_no_transport(wanted):
     with pytest.raises(ConfigError, match=f"sync.kind = '{wanted}' has no effect with place.kind = 'shared'"):
         resolve_transport(wanted, apart="module")
@@ -58,7 +58,7 @@ def test_tensors_cannot_leave_their_process():
 
 
 def test_a_recipe_may_name_each_of_them():
-    for kind in ("auto", "tensor", "ipc", "disk", "distributed", "delta"):
+    for kind in ("auto", "tensor", "ipc", "tcp", "disk", "distributed", "delta"):
         job = Job.parse(
             {
                 "model": {"path": "x"},

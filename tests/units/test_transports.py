@@ -10,9 +10,12 @@ import gc
 import json
 import os
 import random
+import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +47,7 @@ from rondel.sync.delta import Delta
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_ipc import FromIpc
+from rondel.sync.from_tcp import FromTcp
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import WeightUpdate
 from rondel.system.http.response import RequestRefusal
@@ -51,8 +55,8 @@ from rondel.train.parallel import SingleRank
 from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer
 
-KINDS = ["tensor", "ipc", "named", "disk", "delta", "distributed"]
-BESIDE = ["ipc", "named", "disk", "delta"]
+KINDS = ["tensor", "ipc", "named", "tcp", "disk", "delta", "distributed"]
+BESIDE = ["ipc", "named", "tcp", "disk", "delta"]
 
 
 def transport(kind, folder, **knobs):
@@ -60,6 +64,8 @@ def transport(kind, folder, **knobs):
         return {"disk": FromDisk, "delta": Delta}[kind](folder / "weights", **knobs)
     if kind == "distributed":
         return FromDistributed(**{"bucket": 20_000, "deadline": 20.0, **knobs})
+    if kind == "tcp":
+        return FromTcp(**{"bucket": 20_000, "deadline": 20.0, **knobs})
     return {"tensor": FromTensor, "ipc": FromIpc, "named": lambda: FromIpc(named=True)}[kind](**knobs)
 
 
@@ -117,10 +123,10 @@ def test_the_same_bits_arrive(kind, name, tmp_path):
     close(trainer, e)
 
 
-APART = ["ipc", "distributed", "named", "disk", "delta"]
+APART = ["ipc", "distributed", "named", "tcp", "disk", "delta"]
 
 
-@pytest.mark.parametrize("kind", covering(APART, APART[:3]))  # files are the same to every process
+@pytest.mark.parametrize("kind", covering(APART, APART[:4]))  # files are the same to every process
 @pytest.mark.slow
 def test_two_engines_in_processes_of_their_own(kind, tmp_path):
     """And after the end no process, port or segment is left."""
@@ -144,7 +150,7 @@ def test_two_engines_in_processes_of_their_own(kind, tmp_path):
                     assert set((await e.generate(ask(prompt(1, 9)))).versions) == {version}
 
         asyncio.run(main())
-        assert (left_behind() != before) == (kind in ("named", "distributed"))
+        assert (left_behind() != before) == (kind in ("named", "distributed", "tcp"))
     trainer.transport.close()
     gc.collect()
     assert left_behind() == before
@@ -159,9 +165,24 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
-def spoil(kind, what, route, folder):
+def spoil(kind, what, route, transport):
     """One thing wrong with the published data. -> the route."""
     r = random.Random(what)
+    if kind == "tcp":
+        [address], server = route.data.segments, transport._server
+        pieces = server._last[1]
+        if what == "flipped":
+            pieces[3].view(torch.uint8).view(-1)[r.randrange(pieces[3].nbytes)] ^= 4
+        elif what == "truncated":
+            server._find_boxes = partial(cut_off, server, server._find_boxes)
+        elif what == "reordered":
+            one, two = [i for i, piece in enumerate(route.data.pieces[0]) if "down_proj" in piece.name]
+            pieces[one], pieces[two] = pieces[two], pieces[one]
+        elif what == "another":
+            address = replace(address, number=address.number - 1)
+        elif what == "gone":
+            address = replace(address, key=bytes(32))
+        return replace(route, data=replace(route.data, segments=(address,)))
     if kind in ("ipc", "named"):
         fd = os.open(route.data.path, os.O_RDWR)
         size = os.fstat(fd).st_size
@@ -212,6 +233,13 @@ def spoil(kind, what, route, folder):
     return route
 
 
+def cut_off(server, find, number, boxes):
+    """The first box, and the connection ends, once."""
+    server._find_boxes = find
+    yield find(number, boxes)[0]
+    raise OSError
+
+
 FAULTS = ["flipped", "truncated", "reordered", "another", "gone"]
 
 
@@ -219,7 +247,7 @@ FAULTS = ["flipped", "truncated", "reordered", "another", "gone"]
     ("kind", "what"),
     covering(
         product(BESIDE, FAULTS),
-        [*product(["ipc"], FAULTS), *product(["disk"], ["flipped", "another", "gone"]), ("delta", "flipped")],
+        [*product(["ipc", "tcp"], FAULTS), *product(["disk"], ["flipped", "another", "gone"]), ("delta", "flipped")],
     ),
 )
 @pytest.mark.slow
@@ -236,7 +264,7 @@ def test_faulty_data_leaves_the_old_version_serving(kind, what, tmp_path):
 
         async def faulty(route):
             manifest, route = await publish(route)
-            return manifest, spoil(kind, what, route, tmp_path) if trainer.spoils else route
+            return manifest, spoil(kind, what, route, trainer.transport) if trainer.spoils else route
 
         trainer.publish = faulty
         trainer.train()
@@ -810,3 +838,49 @@ def test_an_engine_that_never_answers_is_named():
 
 def test_an_empty_manifest_has_a_root():
     assert Manifest(0, ()).root != Manifest(0, (TensorInfo("a", (1,), "uint8", ""),)).root
+
+
+# -- tcp: each rank serves its own -------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_who_does_not_know_the_key_is_told_nothing_and_a_silent_rank_is_named():
+    """Neither a wrong key nor none gets a byte of weights; a rank that accepts and says nothing is named."""
+    sender, wanted = FromTcp(), {"a": torch.arange(6.0).view(2, 3)}
+    manifest, route = sender.publish(Route("tcp"), 1, rows_of(wanted))
+    [address] = route.data.segments
+    assert address.host == "127.0.0.1" and address.key.hex() not in repr(route)
+    assert torch.equal(dict(FromTcp().receive(route, manifest, {}))["a"], wanted["a"])
+    forged = replace(route, data=replace(route.data, segments=(replace(address, key=bytes(32)),)))
+    with pytest.raises(SyncError, match=f"from a rank of the trainer at 127.0.0.1:{address.port}: "):
+        dict(FromTcp().receive(forged, manifest, {}))
+    with socket.create_connection((address.host, address.port)) as stranger:
+        stranger.sendall(bytes(64) + (2).to_bytes(4, "big") + b"{}")
+        stranger.settimeout(20)
+        told = b""
+        with suppress(ConnectionResetError):
+            while some := stranger.recv(4096):
+                told += some
+        assert len(told) == 64, "random bytes and a proof, and then the end"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        quiet = replace(address, port=silent.getsockname()[1])
+        with pytest.raises(StalledError, match=r"no answer of a rank of the trainer at 127.0.0.1:\d+ for 0.3 s"):
+            dict(
+                FromTcp(deadline=0.3).receive(replace(route, data=replace(route.data, segments=(quiet,))), manifest, {})
+            )
+    sender.close()
+    with pytest.raises(SyncError, match="refused"):
+        dict(FromTcp().receive(route, manifest, {}))
+
+
+@pytest.mark.slow
+def test_a_publication_stays_as_it_was_while_the_rank_trains_on_and_the_last_one_counts():
+    sender, tensor = FromTcp(), torch.zeros(1000)
+    first = sender.publish(Route("tcp"), 1, rows_of({"a": tensor}))
+    tensor += 1
+    assert not dict(FromTcp().receive(first[1], first[0], {}))["a"].any()
+    second = sender.publish(Route("tcp"), 2, rows_of({"a": tensor}))
+    assert dict(FromTcp().receive(second[1], second[0], {}))["a"].all()
+    with pytest.raises(SyncError, match="holds publication 2 by now, and not 1"):
+        dict(FromTcp().receive(first[1], first[0], {}))
+    sender.close()

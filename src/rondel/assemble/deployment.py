@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -202,8 +202,8 @@ class DeploymentPlan:
         transport.prefer(order)
         self.resolved["sync.kind"] = f"{order[0]} ({why})"
 
-    def make_cluster(self, workers: int, threads: int | None) -> Cluster:
-        """What starts the workers."""
+    def make_cluster(self, names: Sequence[str], threads: int | None) -> Cluster:
+        """What starts the workers of these names, whose order is that of their devices."""
         where = self.job.place
         if not where.on_ray:
             return ProcessCluster(self.folder / "logs" if self.folder else None, patience=where.patience)
@@ -212,7 +212,7 @@ class DeploymentPlan:
         except ImportError as error:
             raise ConfigError('place.cluster = "ray" needs Ray: pip install "rondel[cluster]"') from error
         return RayCluster(
-            workers, cpus=threads or 1, gpus=self.device != "cpu", address=where.ray_address, patience=where.patience
+            names, cpus=threads or 1, gpus=self.device != "cpu", address=where.ray_address, patience=where.patience
         )
 
     def worker_devices(self, workers: int) -> list[str]:
@@ -441,7 +441,8 @@ def _deploy_split(plan: DeploymentPlan) -> Deployment:
     each = plan.threads or (max(1, usable_processors() // in_all) if on_cpu else None)
     if on_cpu and not led and not job.place.on_ray:
         warn_if_crowded(ranks, engines * n)
-    cluster = plan.make_cluster(workers, each)
+    roles = [("trainer", i) for i in range(ranks)] + [("engine", i) for i in range(engines)]
+    cluster = plan.make_cluster([plan.worker_name(role, i) for role, i in roles], each)
     plan.ends.callback(cluster.close)
 
     def start_engine(i: int) -> Any:
@@ -530,7 +531,8 @@ def _alone_here(plan: DeploymentPlan) -> Deployment:
 
 def _deploy_engine_worker(plan: DeploymentPlan) -> Deployment:
     """The same in a process of its own."""
-    cluster, [name] = plan.make_cluster(1, plan.threads), plan.worker_devices(1)
+    cluster = plan.make_cluster([plan.worker_name("engine", 0)], plan.threads)
+    [name] = plan.worker_devices(1)
     plan.ends.callback(cluster.close)
     on_cpu = plan.device == "cpu"
     each = plan.threads or (max(1, usable_processors() // plan.workers) if on_cpu else None)

@@ -73,9 +73,8 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
             f"place.mesh has tp = {mesh.tp}: a {FLOW_MLP} has no attention heads that ranks could share; leave tp out",
         ),
         (
-            not mesh.overlap and not (mesh.tp > 1 and mesh.sp is True),
-            "place.mesh.sp and overlap are of rows between the parts of a layer that lie apart, and those of a flow lie "
-            "whole on every rank of tp: leave overlap and sp out, or set cp, over whose ranks the patches lie apart",
+            not mesh.overlap,
+            "place.mesh.overlap is of rows that go round a ring, and those of a flow are gathered: leave overlap out",
         ),
         (
             mesh.cp == 1 or not closed,

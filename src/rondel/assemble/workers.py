@@ -55,7 +55,9 @@ from rondel.runtime.devices import Device
 from rondel.runtime.journal.wal import TokenLog
 from rondel.sync.choice import SampleEnd, TransportChoice
 from rondel.sync.from_distributed import FromDistributed
+from rondel.sync.from_tcp import FromTcp
 from rondel.sync.from_tensor import FromTensor
+from rondel.system import sockets
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
@@ -353,14 +355,18 @@ class TrainerHost:
         """`host`: where other workers reach this one, the first of `ranks`. -> where the
         others find it, if there are any.
         """
-        ways = self.transport.ways.values() if isinstance(self.transport, TransportChoice) else [self.transport]
-        for way in ways:
-            if isinstance(way, FromDistributed):
-                way.host = host
+        self._listen_at(host)
         if ranks == 1:
             return None
         self.meeting = Rendezvous(host)
         return self.meeting.address
+
+    def _listen_at(self, host: str) -> None:
+        """By which address engines will reach what this rank sends."""
+        ways = self.transport.ways.values() if isinstance(self.transport, TransportChoice) else [self.transport]
+        for way in ways:
+            if isinstance(way, FromDistributed | FromTcp):
+                way.host = host
 
     def join(
         self, rank: int = 0, size: int = 1, address: tuple[str, int] | None = None
@@ -370,6 +376,8 @@ class TrainerHost:
         if size > 1:
             # None: torchrun has joined them
             meeting = None if address is None else self.meeting if rank == 0 else Rendezvous.connect_to(address)
+            if address is not None and rank > 0:
+                self._listen_at(sockets.own_address(address[0]))
             patience = collective_patience(self.job)
             self.ranks = self.device.call(
                 lambda: FsdpRank(
@@ -464,7 +472,7 @@ def policy_of(job: Job, device: str, *, deferred: bool = False) -> LoadedModel:
         device=device,
         four_bits=wanted.kind == "qlora",
         deferred=deferred
-        and wanted.kind == "off"
+        and wanted.kind != "qlora"
         and job.engine.numerics != "aligned"
         and job.sync.probe
         and job.model.trained_format == "none",

@@ -235,7 +235,12 @@ class Transport(Protocol):
 
 @runtime_checkable
 class PartTransport(Protocol[AddressT]):
-    """A transport to which each rank of a trainer on one machine gives what it holds, so that nobody gathers."""
+    """A transport to which each rank of a trainer gives what it holds, so that nobody gathers.
+
+    one_machine   all ranks and engines must be on the same one
+    """
+
+    one_machine: bool
 
     # of every rank's parts, by name -> the blocks that each of them is to write
     def assign_parts(

@@ -14,7 +14,7 @@ from torch import Tensor
 from rondel.core.errors import ModelError
 from rondel.models.adapter_bank_files import read_weights
 from rondel.models.adapter_rows import HEAD, AdapterPass, AdapterWeights, JoinedAdapters, Run
-from rondel.models.adapters import asked_layers, linear_layers
+from rondel.models.adapters import asked_layers, linear_layers, run_few_tokens
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -38,7 +38,7 @@ class AdapterBank:
         self.loaded, self.served = loaded, dict[str, AdapterWeights]()
         self._pass: AdapterPass | None = None
         self._joined: JoinedAdapters | None = None
-        layers = asked_layers(loaded, linear_layers(loaded))
+        layers = asked_layers(linear_layers(loaded), partial(run_few_tokens, loaded))
         self.sizes = {name: _layer_size(layer) for name, layer in layers.items()}
         if loaded.head.softcap is None:
             self.sizes[HEAD] = (int(loaded.head.weight.shape[1]), int(loaded.head.weight.shape[0]))

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from rondel.core.registry import suggest_name
 from rondel.models import linear, names
 from rondel.models.adapter_files import read_adapter
 from rondel.models.adapter_state import NAME, ModelAdapter, own_factors
+from rondel.models.deferred_weights import present_parameters
 from rondel.models.lora_product import LoraProduct
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.vision_families import tower_parts
@@ -148,11 +150,14 @@ def _inject_adapter(loaded: LoadedModel, config: Any, seed: int) -> None:
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    model = loaded.model
+    model, later = loaded.model, loaded.weights
     model.requires_grad_(False)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), nullcontext() if later is None else present_parameters(model, later.device):
         torch.manual_seed(seed)  # on the CPU whatever the device, so the start is the same everywhere
         inject_adapter_in_model(config, model, NAME)
+    names.forget_pieces(model)
+    if later is not None:
+        names.pin_digest(model, lambda name, like: later.read(name, like.shape, like.dtype))
     layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
     adapter = ModelAdapter(config, layers)
     for name, layer in layers.items():
@@ -165,7 +170,8 @@ def _inject_adapter(loaded: LoadedModel, config: Any, seed: int) -> None:
         layer.model_adapter = adapter
         setattr(layer, "forward", functools.partial(_adapted_forward, adapter, layer))  # noqa: B010  # as linear.adopt does
     loaded.adapter = adapter
-    _check_adapter(loaded)
+    if later is None:  # else those who read the weights check it
+        check_adapter(loaded, functools.partial(run_few_tokens, loaded))
 
 
 def _adapted_forward(adapter: ModelAdapter, layer: Any, x: Tensor) -> Tensor:
@@ -182,31 +188,37 @@ def _adapted_forward(adapter: ModelAdapter, layer: Any, x: Tensor) -> Tensor:
     return torch.addmm(wide.float(), F.linear(flat.float(), a), b.t(), alpha=scale).to(out.dtype).view_as(out)
 
 
-def _check_adapter(loaded: LoadedModel) -> None:
-    """Every adapted layer must be asked in a pass: a model that reads a layer's
-    weight itself would go past the adapter.
+def check_adapter(loaded: LoadedModel, forward: Callable[[], object]) -> None:
+    """Every adapted layer must be asked in a pass, which `forward` is: a model that reads a layer's
+    weight itself would go past the adapter. A stage of a pipeline has some of the layers.
     """
     adapter = loaded.adapter
     assert adapter is not None
-    asked = asked_layers(loaded, adapter.layers)
-    if silent := sorted(adapter.layers.keys() - asked.keys()):
+    here = {name: layer for name, layer in adapter.layers.items() if not layer.lora_A[NAME].weight.is_meta}
+    asked = asked_layers(here, forward)
+    if silent := sorted(here.keys() - asked.keys()):
         raise ModelError(
             f"{len(silent)} adapted layers of '{loaded.name}' take no part in a forward pass, first {silent[0]}: "
             "their adapter would be ignored. Leave them out of model.adapter.targets"
         )
 
 
-def asked_layers(loaded: LoadedModel, layers: dict[str, Any]) -> dict[str, Any]:
+@torch.no_grad()
+def run_few_tokens(loaded: LoadedModel) -> None:
+    """A forward pass for those who watch which layers take part in it."""
+    ids, layout = torch.arange(3, 8, device=loaded.device), PackedLayout([PackedSegment(0, 5)], loaded.device)
+    loaded.hidden_states(ids, torch.arange(5, device=loaded.device), layout)
+
+
+def asked_layers(layers: dict[str, Any], forward: Callable[[], object]) -> dict[str, Any]:
     """Those that take part in a forward pass by being called."""
     asked: set[str] = set()
     hooks = [layer.register_forward_hook(lambda *_, name=name: asked.add(name)) for name, layer in layers.items()]
-    ids = torch.arange(3, 8, device=loaded.device)
-    with torch.no_grad():
-        loaded.hidden_states(
-            ids, torch.arange(5, device=loaded.device), PackedLayout([PackedSegment(0, 5)], loaded.device)
-        )
-    for hook in hooks:
-        hook.remove()
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
     return {name: layer for name, layer in layers.items() if name in asked}
 
 

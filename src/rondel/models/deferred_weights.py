@@ -1,8 +1,9 @@
 """A model without its weights, which are read later, one tensor at a time: what several ranks load.
 
     load_model(path, deferred=True)   module with all its parameters on "meta", tokenizer, head: no weight is read
-    weights.fill(part, ...)           the parameters of a part of it, from the checkpoint: a rank asks for a layer,
-                                      keeps its shards of it, and asks for the next one
+    weights.read(name, ...)           one tensor of the checkpoint: a rank fills a layer, keeps its shards of it,
+                                      and fills the next one
+    add_adapter(loaded, ...)          around layers without weights, too: its factors lie whole on every rank
 
 So a rank holds at most its shards and one layer (or embedding and head), whatever the size of the model. Files are
 mapped into memory, and ranks of one machine read the same pages.
@@ -57,8 +58,8 @@ class DeferredWeights:
             raise ModelError(f"{folder} holds no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing)")
 
     def read(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """One whole tensor of the module, on its device."""
-        pieces = self._pieces[name]
+        """One whole tensor of the module, on its device; what has an adapter now has its name from before."""
+        pieces = self._pieces[names.base_name(name)]
         if len(pieces) == 1 and pieces[0].all:
             return self._stored(pieces[0].name).to(self.device, dtype, copy=True).view(shape)
         whole = torch.empty(shape, dtype=dtype, device=self.device)
@@ -75,6 +76,22 @@ class DeferredWeights:
         for name, buffer in model.named_buffers():
             if name in self._pieces:
                 buffer.copy_(self.read(name, buffer.shape, buffer.dtype))
+
+
+@contextmanager
+def present_parameters(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, parameters on "meta" have a device, where one number stands for all: what is made beside a layer is made
+    where that layer will be.
+    """
+    held = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None and p.is_meta]
+    for module, name, p in held:
+        one = torch.zeros((), dtype=p.dtype, device=device).expand(p.shape)
+        module._parameters[name] = nn.Parameter(one, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, p in held:
+            module._parameters[name] = p
 
 
 def fill_parameters(

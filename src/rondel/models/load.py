@@ -106,7 +106,8 @@ def load_model(
         return _load_step_model(path, head, dtype, device)
     if isinstance(path, str) and adapter_files.is_adapter(path):
         base, packed = adapter_files.base_of(path), four_bits or adapter_files.over_four_bits(path)
-        loaded = load_model(base, dtype=dtype, device=device, four_bits=packed, trust_remote_code=trust_remote_code)
+        how: dict[str, Any] = {"four_bits": packed, "trust_remote_code": trust_remote_code, "deferred": deferred}
+        loaded = load_model(base, dtype=dtype, device=device, **how)
         adapters.attach_adapter(loaded, path)
         return replace(loaded, name=path)
     wanted = pick_dtype(dtype, device)

@@ -12,7 +12,7 @@ A tensor of the checkpoint is a view of one of the module's, so that none of the
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -196,19 +196,43 @@ def base_digest(model: nn.Module, *, whole: bool = False) -> str:
     if model in _bases and _bases[model][0] is None:
         return _bases[model][1]
     named = dict(model.named_parameters())
-    frozen = {name.replace(".base_layer.", "."): p for name, p in named.items() if LORA not in name}
+    frozen = _frozen_weights(named)
     if len(frozen) == len(named) and not whole:
         return ""
     stamp = [(p.data_ptr(), p._version) for p in frozen.values()]
     if model not in _bases or _bases[model][0] != stamp:
-        rows = "\n".join(sorted(f"{name}|{tuple(p.shape)}|{p.dtype}|{tensor_digest(p)}" for name, p in frozen.items()))
-        _bases[model] = stamp, blake2b(rows.encode(), digest_size=16).hexdigest()
+        _bases[model] = stamp, _digest_weights(frozen, lambda name, p: p)
     return _bases[model][1]
 
 
-def pin_digest(model: nn.Module) -> None:
-    """The frozen weights will lie in shards, which nobody has whole any more: their digest stays what it is now."""
-    _bases[model] = None, base_digest(model)
+def _frozen_weights(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {base_name(name): p for name, p in named.items() if LORA not in name}
+
+
+def base_name(name: str) -> str:
+    """The name that a parameter of an adapted model has in its base."""
+    return name.replace(".base_layer.", ".")
+
+
+def _digest_weights(weights: Mapping[str, Tensor], read: Callable[[str, Tensor], Tensor]) -> str:
+    rows = [f"{name}|{tuple(p.shape)}|{p.dtype}|{tensor_digest(read(name, p))}" for name, p in weights.items()]
+    return blake2b("\n".join(sorted(rows)).encode(), digest_size=16).hexdigest()
+
+
+def pin_digest(model: nn.Module, read: Callable[[str, Tensor], Tensor] | None = None) -> None:
+    """The frozen weights will lie in shards, which nobody has whole any more: their digest stays what it is now.
+    `read`: gives those that lie on "meta", one at a time, of a name and what has its shape and dtype.
+    """
+    if read is None:
+        _bases[model] = None, base_digest(model)
+        return
+    frozen = _frozen_weights(dict(model.named_parameters()))
+    _bases[model] = None, _digest_weights(frozen, lambda name, p: read(name, p) if p.is_meta else p)
+
+
+def forget_pieces(model: nn.Module) -> None:
+    """What travels and is stored of this model is another now: an adapter was put on it."""
+    _pieces.pop(model, None)
 
 
 def tensor_digest(tensor: Tensor) -> str:

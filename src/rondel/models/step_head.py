@@ -42,8 +42,10 @@ class StepHead:
             )
         return self
 
-    def cut_over(self, ranks: RankGroup) -> TensorCuts:
-        """Keep this rank's part of every matrix of the model that can be cut, in place. ConfigError where none can."""
+    def cut_over(self, ranks: RankGroup, *, sequence: bool) -> TensorCuts:
+        """Keep this rank's part of every matrix of the model that can be cut, in place; `sequence`: and of the rows
+        between them. ConfigError where none can.
+        """
         raise ConfigError(
             f"place.mesh has tp = {ranks.size}, and a {self.model.config.model_type} has no attention heads to share: "
             "leave tp out"

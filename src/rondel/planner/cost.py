@@ -338,6 +338,17 @@ def sync_options(setting: Workload | FlowWorkload) -> list[SyncTime]:
             f"{CHANGED:.0%} of {what} and their places, through files",
         ),
     ]
+    if setting.sync == "tcp":  # no choice of "auto"
+        each = full * setting.engine_count / setting.train_devices
+        found.append(
+            SyncTime(
+                "tcp",
+                t := transfer_seconds(max(each, full), road),
+                COMMIT,
+                f"{what} for each engine, from all {setting.train_devices} ranks at once, over {name} at "
+                f"{road / GB:.0f} GB/s; staged beside the old",
+            )
+        )
     if inside:
         found.append(
             SyncTime(

@@ -7,7 +7,9 @@ activations  M·P / cp times what a layer keeps of a token (flow_shape.py)
 cp           3·m·M·L·(cp - 1) / cp · 2·P·W·4     keys and values: gathered in the forward and in the backward pass, their
              gradient scattered; 4 in the place of 3 where layers are computed again; / tp
 tp           4·m·M·L·2·(tp - 1) / tp · P / cp·W·4   two sums of whole rows a layer, forward and backward; 6 in the place of
-             4 where layers are computed again
+             4 where layers are computed again. With sp (rows between the parts lie apart) a gather and a scattered sum
+             in the place of each sum, which are as many bytes; 2·m·M·(tp - 1) / tp · (P / cp + 1)·W·4 more at the ends of
+             the layers; and once an update the sum of 6·W² + 6·W numbers of each layer's modulation
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def trainer_rows(setting: FlowWorkload) -> dict[str, dict[str, float]]:
     s, mesh, steps = setting.shape, setting.mesh, setting.pass_steps
     held, tokens = WIDTH * held_numbers(setting, mesh), s.tokens / mesh.cp
     again, shared = setting.recompute == "layers", mesh.cp > 1
-    kept = s.activation_bytes(recompute=again, shared=shared, tp=mesh.tp)
+    kept = s.activation_bytes(recompute=again, shared=shared, tp=mesh.tp, sp=mesh.sp)
     rows = {
         "policy weights": dict.fromkeys(PHASES, held),
         "gradients": dict.fromkeys(PHASES, held),
@@ -46,7 +48,7 @@ def trainer_rows(setting: FlowWorkload) -> dict[str, dict[str, float]]:
         "starting weights": dict.fromkeys(PHASES, held),
         "activations": {
             "train": kept * tokens * steps / mesh.pp,
-            "logprob": WIDTH * s.kept_numbers(shared=shared, tp=mesh.tp) * tokens * steps / mesh.pp,
+            "logprob": WIDTH * s.kept_numbers(shared=shared, tp=mesh.tp, sp=mesh.sp) * tokens * steps / mesh.pp,
         },
         # whole on every rank; where tokens are shared, the own ones of both points once more
         "points": dict.fromkeys(("train", "logprob"), WIDTH * steps * (2 * s.dim + 4 + shared * 2 * s.dim / mesh.cp)),
@@ -138,11 +140,14 @@ def context_bytes(setting: FlowWorkload, mesh: Mesh) -> float:
 
 def tensor_bytes(setting: FlowWorkload, mesh: Mesh) -> float:
     """What a rank receives in one pass with a gradient for the sums of tp: of whole rows behind attention and MLP, and
-    of their gradients before both. Left out: two biases a layer, once an update.
+    of their gradients before both; with sp as much, and rows of all tokens behind the last layer, their gradients before
+    the first, and those of what steers them. Left out: two biases a layer, once an update.
     """
     s, times = setting.shape, 4 + 2 * (setting.recompute == "layers")
-    rows = setting.pass_steps * s.tokens / mesh.cp * s.hidden * WIDTH
-    return times * s.layers / mesh.pp * tensor_traffic(mesh.tp, rows)
+    row = setting.pass_steps * s.hidden * WIDTH
+    rows = row * s.tokens / mesh.cp
+    inside = times * s.layers / mesh.pp * tensor_traffic(mesh.tp, rows)
+    return inside + (tensor_traffic(mesh.tp, rows + row) if mesh.sp else 0)
 
 
 def shard_bytes(setting: FlowWorkload, mesh: Mesh) -> float:
@@ -152,6 +157,13 @@ def shard_bytes(setting: FlowWorkload, mesh: Mesh) -> float:
     ranks = mesh.shards * mesh.cp
     over = sharded_traffic(layers, root, ranks=ranks, micro_batches=setting.passes, width=WIDTH)
     return over + setting.passes * tensor_traffic(mesh.replicas, WIDTH * (layers + root) / ranks)
+
+
+def modulation_bytes(setting: FlowWorkload, mesh: Mesh) -> float:
+    """With sp a rank of tp has its own tokens' part of the gradients of modulations, which are summed once an update."""
+    s = setting.shape
+    parts = s.layers * s.modulation_parameters / mesh.pp / (mesh.shards * mesh.cp)
+    return tensor_traffic(mesh.tp, WIDTH * parts) if mesh.sp else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +215,7 @@ def make_layout(setting: FlowWorkload, mesh: Mesh) -> FlowLayout:
     memory = max(sum(row.get(phase, 0.0) for row in rows.values()) for phase in PHASES)
     own_tokens = setting.pass_steps * s.tokens / mesh.cp
     inside = setting.passes * (context_bytes(setting, mesh) + tensor_bytes(setting, mesh))
+    inside += modulation_bytes(setting, mesh)
     over = shard_bytes(setting, mesh)
     over += setting.passes * 2 * own_tokens * s.hidden * WIDTH if pp > 1 else 0.0
     bubble = pipeline_bubble(pp, setting.passes)

@@ -95,18 +95,25 @@ class FlowShape:
         times = (3.0 + recompute, 3.5 + recompute + shared)
         return times[0] * self.product_flops + times[1] * self.attention_flops
 
-    def kept_numbers(self, *, shared: bool, tp: int = 1) -> float:
+    def kept_numbers(self, *, shared: bool, tp: int = 1, sp: bool = False) -> float:
         """That one layer keeps of a token for its backward pass: 8·W + 4 + (7·W + 2·F + H) / tp, or with shared tokens,
-        whose keys and values are gathered again, 8·W + 4 + (4·W + 2·F) / tp.
+        whose keys and values are gathered again, 8·W + 4 + (4·W + 2·F) / tp. With `sp` tp divides all of it but 2·W, what
+        attention and MLP read.
         """
         inside = 4 * self.hidden + 2 * self.inner if shared else 7 * self.hidden + 2 * self.inner + self.heads
-        return 8 * self.hidden + 4 + inside / tp
+        between = 6 * self.hidden + 4
+        return 2 * self.hidden + between / (tp if sp else 1) + inside / tp
 
-    def activation_bytes(self, *, recompute: bool, shared: bool, tp: int = 1) -> float:
+    def activation_bytes(self, *, recompute: bool, shared: bool, tp: int = 1, sp: bool = False) -> float:
         """Of a token in a pass with a gradient: of all layers; with `recompute` their inputs,
         and one layer at a time."""
-        each = self.kept_numbers(shared=shared, tp=tp)
-        return WIDTH * (self.layers * self.hidden + each if recompute else self.layers * each)
+        each, rows = self.kept_numbers(shared=shared, tp=tp, sp=sp), self.hidden / (tp if sp else 1)
+        return WIDTH * (self.layers * rows + each if recompute else self.layers * each)
+
+    @property
+    def modulation_parameters(self) -> int:
+        """Of a layer: 6·W² and biases."""
+        return 6 * self.hidden * (self.hidden + 1)
 
     @property
     def gathered_bytes(self) -> int:

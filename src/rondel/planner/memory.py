@@ -211,18 +211,25 @@ def encoder_memory(setting: Workload) -> dict[str, dict[str, float]]:
 
 def loading_bytes(setting: Workload) -> float:
     """Bytes at most on one of several ranks while it loads: its shards in fp32, those of frozen models, and the largest
-    block, as it is read and in fp32 (models/deferred_weights.py). Under an adapter each has the whole model.
+    block, as it is read and in fp32 (models/deferred_weights.py). A base under an adapter stays in its dtype; one in 4
+    bits is loaded whole.
     """
     s, ranks = setting.shape, setting.train_devices
     if ranks == 1:
         return 0.0
-    if setting.rank:
+    if setting.four_bits:
         return setting.weight_bytes
-    frozen = [_weight_bytes(setting.reference or s, setting)]
+    held = setting.width if setting.rank else 4
+    start = None if setting.rank else s  # the base is the start of an adapter
+    frozen = [_weight_bytes(setting.reference or start, setting)]
     frozen += [_weight_bytes(setting.teacher, setting) * setting.teachers] if setting.teacher is not None else []
-    critic: float = 4 * setting.critic.parameter_count if setting.critic is not None else 0
+    critic: float = 0
+    if setting.critic is not None:  # the policy's base, too, unless it is a model of its own
+        critic = (held if setting.critic == s else 4) * setting.critic.parameter_count
     block = max(s.embedding_parameters * (1 if s.tied else 2), s.body_parameters / s.layers)
-    return (4 * s.parameter_count + critic + sum(frozen)) / ranks + (4 + setting.width) * block
+    whole = 4 * setting.trained_parameters if setting.rank else 0
+    spread = 0 if setting.rank else 4 * block
+    return (held * s.parameter_count + critic + sum(frozen)) / ranks + whole + spread + setting.width * block
 
 
 def nonempty_rows(hardware: Hardware, rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:

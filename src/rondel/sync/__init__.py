@@ -15,6 +15,7 @@ from rondel.sync.delta import Delta
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_ipc import FromIpc
+from rondel.sync.from_tcp import FromTcp
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.to_servers import ToServers
 
@@ -44,6 +45,7 @@ def transport_of(kind: str, *, folder: str | Path, one_module: bool = False, ser
     known = {
         "tensor": lambda: FromTensor("never" if one_module else "begin"),
         "ipc": FromIpc,
+        "tcp": FromTcp,
         "disk": lambda: FromDisk(folder),
         "distributed": lambda: ToServers(server) if server else FromDistributed(),
         "delta": lambda: Delta(folder),

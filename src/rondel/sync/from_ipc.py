@@ -44,7 +44,7 @@ from rondel.core.errors import SyncError, error_boundary
 from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.tensor_parts import Block, TensorPart
 from rondel.core.types import Manifest, Route, TensorInfo
-from rondel.sync.ipc_parts import PartAddresses, PartReader, WrittenPiece, assign_writers
+from rondel.sync.ipc_parts import PartAddresses, PartReader, assign_writers, written_pieces
 from rondel.sync.tensor_bytes import HEAD, aligned, size_of
 from rondel.system.files import guard_write
 
@@ -188,6 +188,7 @@ class FromIpc:
 
     holds: Literal["commit"] = "commit"
     names: Literal["module", "checkpoint"] = "module"
+    one_machine = True
 
     def __init__(self, *, named: bool = not hasattr(os, "memfd_create")) -> None:
         self.named = named
@@ -196,6 +197,11 @@ class FromIpc:
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
         self._kept_maps = 3
         self.reader = PartReader()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the parts that were put together for the last update."""
+        return self.reader.bytes_read
 
     @staticmethod
     def segment_address(path: str, size: int, number: int) -> SegmentAddress:
@@ -263,11 +269,7 @@ class FromIpc:
         return self._write_segment(pieces)
 
     def route_parts(self, addresses: Sequence[SegmentAddress], assigned: Sequence[Mapping[str, list[Block]]]) -> Route:
-        pieces = tuple(
-            tuple(WrittenPiece(name, block.start, block.size) for name, blocks in own.items() for block in blocks)
-            for own in assigned
-        )
-        return Route("ipc", PartAddresses(tuple(addresses), pieces))
+        return Route("ipc", PartAddresses(tuple(addresses), written_pieces(assigned)))
 
     # -- the engine's end ------------------------------------------------------------------------
 

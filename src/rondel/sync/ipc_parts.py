@@ -36,7 +36,7 @@ class WrittenPiece:
 
 @dataclass(frozen=True, slots=True)
 class PartAddresses:
-    """`segments[i]` (sync/from_ipc.py) holds `pieces[i]`, one behind the other."""
+    """`segments[i]` (of sync/from_ipc.py or sync/from_tcp.py) holds `pieces[i]`, one behind the other."""
 
     segments: tuple[Any, ...]
     pieces: tuple[tuple[WrittenPiece, ...], ...]
@@ -75,7 +75,7 @@ class PartReader:
         pieces = [piece for held in place.pieces for piece in held]
         stored = [t for buffer, held in zip(buffers, place.pieces) for t in _open_pieces(buffer, held, manifest)]
         if (layout := (place.pieces, tuple(wanted.items()))) != self._layout:
-            self._layout, self._plan = layout, _plan_pieces(pieces, manifest, wanted)
+            self._layout, self._plan = layout, plan_pieces(pieces, manifest, wanted)
         self.bytes_read = 0
         for row in manifest.tensors:
             part, copies = wanted[row.name], self._plan[row.name]
@@ -112,9 +112,18 @@ def _open_pieces(buffer: Tensor, pieces: Sequence[WrittenPiece], manifest: Manif
         at = aligned(at + size)
 
 
-def _plan_pieces(
+def written_pieces(assigned: Sequence[Mapping[str, list[Block]]]) -> tuple[tuple[WrittenPiece, ...], ...]:
+    """What each of several writers writes, in its order."""
+    return tuple(
+        tuple(WrittenPiece(name, block.start, block.size) for name, blocks in own.items() for block in blocks)
+        for own in assigned
+    )
+
+
+def plan_pieces(
     pieces: Sequence[WrittenPiece], manifest: Manifest, wanted: Mapping[str, TensorPart]
 ) -> dict[str, list[Copy]]:
+    """The copies of each wanted tensor; a source is the number of a piece."""
     planner = TransferPlanner()
     held: dict[str, list[tuple[int, TensorPart]]] = {}
     for number, piece in enumerate(pieces):

@@ -177,6 +177,11 @@ class FsdpRank(SingleRank):
         if expected or (stage is not None and len(head.weight) > 1):
             with randomized_adapter(held.adapter):
                 check_cut(held, self.mesh, probe, expected, PARITY[dtype], logprobs_of, self.all_gather_object)
+        if loaded.weights is not None and loaded.adapter is not None and not held.bare and len(head.weight) > 1:
+            from rondel.models.adapters import check_adapter
+
+            check_adapter(held, lambda: logprobs_of(held, probe))
+            _reshard(model)
         return held
 
     def _shard_steps(self, loaded: LoadedModel) -> LoadedModel:
@@ -188,8 +193,8 @@ class FsdpRank(SingleRank):
             )
         if mesh.overlap:
             raise ConfigError(
-                f"place.mesh = {mesh}: of a {model.config.model_type} the rows between the parts of a layer lie whole "
-                "on every rank; leave overlap out"
+                f"place.mesh = {mesh}: rows between the parts of a {model.config.model_type} are gathered, and go round "
+                "no ring; leave overlap out"
             )
         if mesh.cp_attention == "ring":
             raise ConfigError(
@@ -213,7 +218,7 @@ class FsdpRank(SingleRank):
             names.checkpoint_pieces(model)
         rounded = rounded_parameters(model)
         layers: StageLayers | None = None
-        if loaded.adapter is not None:
+        if loaded.adapter is not None and loaded.weights is None:
             names.pin_digest(model)
         if self.link is not None:
             decoder, tower = loaded.decoder, list[nn.Parameter]()
@@ -240,7 +245,7 @@ class FsdpRank(SingleRank):
             model.float()
         if self.tensor is not None:
             if isinstance(loaded.head, StepHead):
-                self._cuts[model] = loaded.head.cut_over(self.tensor)
+                self._cuts[model] = loaded.head.cut_over(self.tensor, sequence=self.mesh.sp)
             else:
                 own = None if layers is None else layers.own_runs
                 apart = [] if self.experts is None else expert_parameters(model)

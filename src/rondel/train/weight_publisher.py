@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RankPublisher(WeightPublisher):
-    """The same of several ranks: each gives its own shards, where the transport takes parts and all are on one machine;
+    """The same of several ranks: each gives its own shards, where the transport takes parts of ranks where these are;
     else they are gathered once an update, one tensor at a time.
     """
 
@@ -70,8 +70,8 @@ class RankPublisher(WeightPublisher):
             return None
         if route.kind not in self._parts:
             takes = isinstance(transport, PartTransport)
-            everyone = self.ranks.all_gather_object((takes, platform.node()))
-            apart = set(everyone) == {(True, platform.node())}
+            where = platform.node() if getattr(transport, "one_machine", True) else ""
+            apart = set(self.ranks.all_gather_object((takes, where))) == {(True, where)}
             self._parts[route.kind] = PublishedParts(self.loaded, self.ranks, transport) if apart else None
         return self._parts[route.kind]
 

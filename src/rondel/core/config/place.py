@@ -37,8 +37,7 @@ class MeshConfig(SettingsTable):
     )
     sp: bool | Literal["auto"] = Field(
         "auto",
-        description="with tp, rows between the parts of a layer lie apart, too (sequence parallel); auto: where the model "
-        "is no flow, whose rows lie whole",
+        description="with tp, rows between the parts of a layer lie apart, too (sequence parallel); auto: yes",
     )
     overlap: bool = Field(
         False,

@@ -7,13 +7,13 @@ from pydantic import Field, field_validator
 from rondel.core.config.section import ConfigSection
 from rondel.core.registry import suggest_name
 
-TRANSPORTS = ("auto", "tensor", "ipc", "disk", "distributed", "delta")
+TRANSPORTS = ("auto", "tensor", "ipc", "tcp", "disk", "distributed", "delta")
 
 
 class SyncConfig(ConfigSection):
     kind: str = Field(
         "auto",
-        description="how weights reach the engines: auto, tensor, ipc, disk, distributed, delta, or a transport of "
+        description="how weights reach the engines: auto, tensor, ipc, tcp, disk, distributed, delta, or a transport of "
         'yours as "module:name"; "auto" is tensor in one process, where nothing is copied; between processes the '
         "fastest by measurement, and another one after a fault; see docs/sync.md",
     )

@@ -45,8 +45,7 @@ class DitBlock(nn.Module):
         return result
 
     def _attend(self, x: Tensor, turns: Tensor | None, share: TokenShare | None) -> Tensor:
-        m, p, _ = x.shape
-        q, k, v = self.qkv(x).view(m, p, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if turns is not None:
             q, k = rotate_pairs(q, turns), rotate_pairs(k, turns)
         if share is None:

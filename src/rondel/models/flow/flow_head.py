@@ -44,8 +44,10 @@ class FlowHead(StepHead):
             raise ConfigError(f"place.mesh has cp = {ranks.size}, and a sample has {tokens} tokens: set cp to {tokens}")
         return FlowHead(self.model, ranks)
 
-    def cut_over(self, ranks: RankGroup) -> TensorCuts:
-        return cut_blocks(self.model, ranks) if isinstance(self.model, PatchTransformer) else super().cut_over(ranks)
+    def cut_over(self, ranks: RankGroup, *, sequence: bool) -> TensorCuts:
+        if not isinstance(self.model, PatchTransformer):
+            return super().cut_over(ranks, sequence=sequence)
+        return cut_blocks(self.model, ranks, sequence=sequence)
 
     def describe(self, max_tokens: int, temperature: float) -> str:
         return f"flow: {self.dim} numbers a point, {max_tokens} steps with noise {temperature:g}"

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from rondel.models.collectives import enter_cut
 from rondel.models.elementwise import silu
 from rondel.models.flow.dit_block import DitBlock, modulated_norm
-from rondel.models.flow.token_share import TokenShare
+from rondel.models.flow.token_share import SplitTokens, TokenShare
 from rondel.models.flow.transition import sinusoidal
 from rondel.models.flow.velocity_model import VelocityConfig, VelocityModel
 
@@ -35,6 +36,7 @@ class PatchTransformer(VelocityModel):
         self.layers = nn.ModuleList(DitBlock(width, heads, inner) for _ in range(config.num_hidden_layers))
         self.modulation = nn.Linear(width, 2 * width)
         self.leave = nn.Linear(width, numbers)
+        self.between: SplitTokens | None = None  # who has which tokens between the parts of a block (block_cuts.py)
         self.post_init()
 
     def _begin_at_0(self) -> list[nn.Module]:
@@ -72,8 +74,14 @@ class PatchTransformer(VelocityModel):
             hidden = hidden + (self.places.weight if share is None else share.own(self.places.weight[None]))
         if turns is not None and share is not None:
             turns = share.own(turns)
+        steering = steer
+        if self.between is not None:
+            self.between.tokens = hidden.shape[1]
+            hidden, steering = self.between.keep(hidden, summed=False), enter_cut(steer, self.between.ranks)
         for layer in self.layers:
-            hidden = layer(hidden, steer, turns, share)
+            hidden = layer(hidden, steering, turns, share)
+        if self.between is not None:
+            hidden = self.between.join(hidden, summed=False)
         shift, scale = self.modulation(steer)[:, None].chunk(2, -1)
         velocities: Tensor = self.leave(modulated_norm(hidden, shift, scale))
         return velocities

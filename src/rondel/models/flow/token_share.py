@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from rondel.models.collectives import RankGroup, gather_rows, leave_cut
+from rondel.models.collectives import RankGroup, gather_rows, keep_rows, leave_cut
 from rondel.models.shard_cut import even_runs
 
 
@@ -52,3 +52,26 @@ class TokenShare:
     def sum(self, x: Tensor) -> Tensor:
         """Of what each rank computed from its tokens; each has the gradient of its own part."""
         return leave_cut(x, self.ranks)
+
+
+@dataclass(slots=True)
+class SplitTokens:
+    """How the ranks of tp have tokens between the parts of a block, in runs; some may have none where these are few.
+
+    tokens   of all ranks together, the same in every pass
+    """
+
+    ranks: RankGroup
+    tokens: int = 0
+
+    def join(self, x: Tensor, *, summed: bool) -> Tensor:
+        """Own tokens [M, p, W] -> all [M, P, W]; `summed` as in collectives.gather_rows."""
+        return gather_rows(x.transpose(0, 1), self._lengths, self.ranks, summed=summed).transpose(0, 1)
+
+    def keep(self, x: Tensor, *, summed: bool) -> Tensor:
+        """[M, P, W], alike on all ranks or parts of a sum (`summed`) -> own tokens [M, p, W]."""
+        return keep_rows(x.transpose(0, 1), self._lengths, self.ranks, summed=summed).transpose(0, 1)
+
+    @property
+    def _lengths(self) -> list[int]:
+        return even_runs(self.tokens, self.ranks.size)

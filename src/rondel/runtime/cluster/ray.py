@@ -46,16 +46,16 @@ RESERVE = 120.0  # seconds that the cluster may take to find room for all worker
 
 
 class RayCluster:
-    """`address`: of a running cluster ("auto": the one of this machine), or None for
-    one that lives as long as this process.
+    """`names`: of the workers, in the order of their places; `address`: of a running cluster ("auto": the one of
+    this machine), or None for one that lives as long as this process.
     """
 
     def __init__(
-        self, workers: int, *, cpus: int = 1, gpus: int = 0, address: str | None = None, patience: float = 60.0
+        self, names: Sequence[str], *, cpus: int = 1, gpus: int = 0, address: str | None = None, patience: float = 60.0
     ) -> None:
+        workers = len(names)
         self.patience, self.cpus, self.gpus = patience, cpus, gpus
         self.workers: list[RayWorker] = []
-        self._order: list[int] = []  # of the bundles
         self._bundles: dict[str, int] = {}  # one that is started again goes where it was
         self._mine = not ray.is_initialized()
         if self._mine:
@@ -81,7 +81,7 @@ class RayCluster:
                 f"s; it has {has}. "
                 "Use fewer place.engines and place.ranks, or wait until others have ended"
             )
-        self._order = sort_bundles(self._find_bundles(workers))
+        self._bundles = dict(zip(names, sort_bundles(self._find_bundles(workers)), strict=True))
 
     def _find_bundles(self, workers: int) -> list[tuple[str, list[int]]]:
         """The node and the GPUs of each bundle: the group tells the node, and only who is inside it sees its GPUs."""
@@ -107,9 +107,8 @@ class RayCluster:
         self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True
     ) -> RayWorker:
         """`cores` are this machine's and mean nothing on another: Ray places by its own count."""
-        nth = self._bundles.setdefault(name, len(self._bundles))
         # one that joins later goes where Ray finds room
-        place = self._bundle_strategy(self._order[nth]) if nth < len(self._order) else "DEFAULT"
+        place = self._bundle_strategy(self._bundles[name]) if name in self._bundles else "DEFAULT"
         actor = ray.remote(WorkerActor).options(
             name=f"rondel-{os.getpid()}-{name}-{len(self.workers)}",
             num_cpus=self.cpus,

@@ -1,6 +1,6 @@
 """Weights for an engine of several processes: each rank takes its part of every tensor, and proves the whole.
 
-    ipc, several writers    every rank pulls its own part of what a trainer's ranks wrote ──> their sums give the
+    ipc or tcp, several writers   every rank pulls its own part of what a trainer's ranks wrote ──> their sums give the
     digest of the whole
     ipc, disk               every rank maps or reads the publication itself │ digest of the whole ──> its own part
     tensor, distributed     the first rank takes it in and passes it on     │ alike
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rondel.models.serving_part import ServingPart
     from rondel.models.tensor_cuts import TensorCuts
 
-READ_BY_ALL = ("ipc", "disk")  # what every process of a machine can open
+READ_BY_ALL = ("ipc", "disk", "tcp")  # what every process can open
 PASSED_ON = ("tensor", "distributed")
 
 
