@@ -65,13 +65,23 @@ def _import_share(config):
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node):
-    """The processes of all workers are forked from one clean server; the fast tests need none."""
-    if node.config.option.markexpr != "not slow":
-        if not hasattr(node.config, "clean_server"):
-            from kits.runs import start_clean_server
+def pytest_xdist_setupnodes(config):
+    """The workers, and the processes that their tests start, are forked from one clean server; the fast tests need none."""
+    if config.option.markexpr != "not slow":
+        from kits.runs import start_clean_server
 
-            node.config.clean_server = start_clean_server()
+        forks = sys.platform == "linux" and not torch.cuda.is_available()  # what talks to a GPU must not be forked
+        whole = config.args_source == config.ArgsSource.TESTPATHS
+        config.clean_server = start_clean_server(*(["kits.preloaded_by_tests"] if forks and whole else []))
+        if forks:
+            from kits.forked_workers import fork_workers
+
+            fork_workers()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    if hasattr(node.config, "clean_server"):
         node.workerinput["clean_server"] = node.config.clean_server
 
 
@@ -91,6 +101,9 @@ def pytest_collection(session):
 
 def pytest_configure(config):
     """Loops for this CPU are compiled, once a machine, before workers that would wait for it have deadlines."""
+    from kits import sweeps
+
+    sweeps.left_out = "sweep" not in config.option.markexpr
     if not hasattr(config, "workerinput"):
         chosen_library()
     elif address := config.workerinput.get("clean_server"):
