@@ -44,6 +44,10 @@ if not torch.cuda.is_available():
 
 pytest.register_assert_rewrite("kits")
 
+from kits import checked_once
+
+checked_once.check_models_once()
+
 
 def pytest_sessionfinish(session):
     ended.append(session)
@@ -130,9 +134,11 @@ def _freed_memory():
 
 
 @pytest.fixture(autouse=True)
-def _import_path():
-    """The search path as it was: a run adds the folder of its recipe, which every later import and worker would search."""
-    before = sys.path[:]
+def _import_path(request):
+    """The search path as it was: a run adds the folder of its recipe, which every later import and worker would search.
+    A loaded model is checked once (kits/checked_once.py), but where a test replaces something.
+    """
+    before, checked_once.enabled = sys.path[:], "monkeypatch" not in request.fixturenames
     yield
     sys.path[:] = before
 
