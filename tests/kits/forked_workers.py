@@ -20,7 +20,7 @@ from typing import Any
 from execnet import gateway_io
 from execnet.gateway_base import ExecModel, Popen2IO
 
-from kits.nursery import fork_nursery
+from kits.nursery import fork_nursery, name_process
 from kits.runs import context
 
 
@@ -71,6 +71,7 @@ def _become_worker(ends: list[Any], environment: dict[str, str]) -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     processes._parent_process = None
     multiprocessing.set_start_method(None, force=True)
+    name_process(sys.executable, "-u", "-c", gateway_io.popen_bootstrapline)
     fork_nursery()
     for name in [name for name in sys.modules if name.partition(".")[0] == "kits"]:
         del sys.modules[name]  # pytest rewrites their assertions
