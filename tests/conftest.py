@@ -44,6 +44,10 @@ if not torch.cuda.is_available():
 
 pytest.register_assert_rewrite("kits")
 
+from kits import checked_once
+
+checked_once.check_models_once()
+
 
 def pytest_sessionfinish(session):
     ended.append(session)
@@ -65,13 +69,23 @@ def _import_share(config):
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node):
-    """The processes of all workers are forked from one clean server; the fast tests need none."""
-    if node.config.option.markexpr != "not slow":
-        if not hasattr(node.config, "clean_server"):
-            from kits.runs import start_clean_server
+def pytest_xdist_setupnodes(config):
+    """The workers, and the processes that their tests start, are forked from one clean server; the fast tests need none."""
+    if config.option.markexpr != "not slow":
+        from kits.runs import start_clean_server
 
-            node.config.clean_server = start_clean_server()
+        forks = sys.platform == "linux" and not torch.cuda.is_available()  # what talks to a GPU must not be forked
+        whole = config.args_source == config.ArgsSource.TESTPATHS
+        config.clean_server = start_clean_server(*(["kits.preloaded_by_tests"] if forks and whole else []))
+        if forks:
+            from kits.forked_workers import fork_workers
+
+            fork_workers()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    if hasattr(node.config, "clean_server"):
         node.workerinput["clean_server"] = node.config.clean_server
 
 
@@ -91,6 +105,9 @@ def pytest_collection(session):
 
 def pytest_configure(config):
     """Loops for this CPU are compiled, once a machine, before workers that would wait for it have deadlines."""
+    from kits import sweeps
+
+    sweeps.left_out = "sweep" not in config.option.markexpr
     if not hasattr(config, "workerinput"):
         chosen_library()
     elif address := config.workerinput.get("clean_server"):
@@ -117,9 +134,11 @@ def _freed_memory():
 
 
 @pytest.fixture(autouse=True)
-def _import_path():
-    """The search path as it was: a run adds the folder of its recipe, which every later import and worker would search."""
-    before = sys.path[:]
+def _import_path(request):
+    """The search path as it was: a run adds the folder of its recipe, which every later import and worker would search.
+    A loaded model is checked once (kits/checked_once.py), but where a test replaces something.
+    """
+    before, checked_once.enabled = sys.path[:], "monkeypatch" not in request.fixturenames
     yield
     sys.path[:] = before
 

@@ -4,6 +4,7 @@ outlives it: each attack, behind each wall.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -42,14 +43,16 @@ SMALL = {
 }
 
 
+probed = functools.cache(probe_isolation)  # a worker comes back to a wall as often as it takes tests from others
+
+
 @pytest.fixture(scope="module", params=["native", pytest.param("bubblewrap", marks=pytest.mark.slow)])
 def wall(request):
     """The wall's name and what it was seen to hold; skipped by what the machine answered."""
     try:
-        found = probe_isolation(request.param)
+        return probed(request.param)
     except SandboxError as error:
         pytest.skip(f"{request.param}: {error}")
-    return found
 
 
 @pytest.fixture(scope="module")

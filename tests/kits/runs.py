@@ -61,8 +61,11 @@ context = CleanServer()
 context.set_forkserver_preload(["kits.preloaded"])
 
 
-def start_clean_server() -> str:
-    """-> its address: one server for all workers of a session, who would else import torch and transformers each."""
+def start_clean_server(*preloaded: str) -> str:
+    """-> its address: one server for all workers of a session, who would else import torch and transformers each.
+    `preloaded`: modules that it imports, too.
+    """
+    context.set_forkserver_preload(["kits.preloaded", *preloaded])
     FromCleanServer.start_server()
     return forkserver._forkserver._forkserver_address
 

@@ -15,6 +15,7 @@ import transformers
 
 from kits.chat import tokenizer as chat_tokenizer
 from kits.engine import tiny
+from kits.forked_rewards import fork_reward_workers
 from kits.reward_models import FAMILIES, saved
 from rondel.algos.turn_advantages import StepGroups, TurnGae, Turns
 from rondel.core.errors import ConfigError, RewardError
@@ -391,10 +392,11 @@ def test_after_any_number_of_naps_the_scores_have_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_pool_scores_in_batches_and_sleeps_and_wakes_its_worker_also_one_that_was_killed(tmp_path):
+def test_a_pool_scores_in_batches_and_sleeps_and_wakes_its_worker_also_one_that_was_killed(tmp_path, monkeypatch):
     """Eighty calls wait off their clock, longer than the timeout; a worker hired meanwhile
     begins asleep; parts of `combine` nap, too.
     """
+    fork_reward_workers(monkeypatch)  # one that an interpreter begins: test_law_08_ownership.py
     reward = {"kind": "model", "path": str(saved(tmp_path)), "template": TEMPLATE, "offload": True, "tokens": 300}
     own = build_reward({"kind": "model", "path": str(tmp_path), "template": TEMPLATE})
     rows = [ids_of(own, "What is 3 + 4?", text) for text in TEXTS]
