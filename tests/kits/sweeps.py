@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-left_out = False  # set by conftest.py where nobody asks for sweeps: 6,000 cases that are not collected take no time
+left_out = False  # set by conftest.py where nobody asks for sweeps: cases that are not collected take no time
 
 
 def covering(cases: Iterable[Any], chosen: Collection[Any], *, fast: Collection[Any] | None = None) -> list[Any]:
