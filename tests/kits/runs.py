@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import traceback
+from itertools import pairwise
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -193,8 +194,8 @@ def balances(ledger: dict[str, int]) -> bool:
     return ledger["issued"] == sum(n for name, n in ledger.items() if name != "issued")
 
 
-def check(folder: Path, *, staleness: int, total: int, groups: int = 4, size: int = 4) -> list[dict]:
-    """Ledger, versions, lag, rollouts of a finished run. -> the stored rows."""
+def check(folder: Path, *, staleness: int, total: int, groups: int = 4, size: int = 4, block: int = 1) -> list[dict]:
+    """Ledger, versions, lag, rollouts of a finished run. -> the stored rows. Tokens of one `block` are written in any order."""
     done = events(folder, "StepDone")
     assert [e["step"] for e in done] == [e["version"] for e in done] == list(range(1, total + 1))
     assert all(balances(e["ledger"]) and not e["note"] for e in done)
@@ -214,7 +215,9 @@ def check(folder: Path, *, staleness: int, total: int, groups: int = 4, size: in
                 continue
             assert len(row["trainer_logprobs"]) == len(row["advantages"]) == len(row["tokens"])
             if row["env"] and written and any(row["behavior_logprobs"]):  # sampled, not shown
-                assert row["born"] <= min(written) and max(written) <= taken["version"] and written == sorted(written)
+                assert row["born"] <= min(written) and max(written) <= taken["version"]
+                blocks = [written[i : i + block] for i in range(0, len(written), block)]
+                assert all(max(before) <= min(after) for before, after in pairwise(blocks))
                 fresh = set(written) == {taken["version"]}
                 gap = max(
                     abs(a - b) for a, b, m in zip(row["trainer_logprobs"], row["behavior_logprobs"], row["mask"]) if m
