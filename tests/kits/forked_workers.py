@@ -14,6 +14,7 @@ import sys
 import threading
 import types
 from multiprocessing import process as processes
+from multiprocessing import util
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -78,7 +79,8 @@ def _become_worker(ends: list[Any], environment: dict[str, str]) -> None:
     sys.argv[:] = ["-c"]
     program = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(eval(sys.stdin.readline()), program.__dict__)
-    threading._shutdown()  # as an interpreter ends: threads, then what wanted to be called
+    threading._shutdown()  # as an interpreter ends: threads, then processes that serve it, then what wanted to be called
+    util._exit_function()
     atexit._run_exitfuncs()
     with contextlib.suppress(Exception):
         sys.stdout.flush()

@@ -460,7 +460,7 @@ def test_tests_that_the_tasks_own_answer_does_not_pass_are_no_zero(reward):
 
 @boxed
 def test_in_a_pool_hangs_are_the_policys_and_data_the_worlds():
-    with RewardPool({"kind": "code", "seconds": 0.5}, timeout=3.0, lends=LENDS) as pool:
+    with RewardPool({"kind": "code", "seconds": 0.5}, timeout=5.0, lends=LENDS) as pool:
 
         def score(text, tests, **data):
             return asyncio.run(pool.score(Trajectory(text=text), task(tests, **data)))
