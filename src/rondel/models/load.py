@@ -28,7 +28,7 @@ from rondel.models.blocks import decoder_blocks
 from rondel.models.cache_slots import install_cache_slots
 from rondel.models.compressed_attention import CompressedLayers, check_compressors, install_compressed_attention
 from rondel.models.control.kinds import FLOW_POLICY, FLOW_VLA, MLP_POLICY, MLP_WORLD
-from rondel.models.control.vla_backbone import BACKBONES, TOWER, load_backbone, with_backbone
+from rondel.models.control.vla_backbone import BACKBONES, load_backbone, with_backbone
 from rondel.models.deferred_weights import DeferredWeights, fill_parameters, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.flow.kinds import FLOW_DIT, FLOW_MLP, FLOW_VIDEO, FLOWS
@@ -44,7 +44,7 @@ from rondel.models.model_folder import model_folder
 from rondel.models.model_type import model_type_of
 from rondel.models.native_library import chosen_library
 from rondel.models.query_scale import install_query_scale
-from rondel.models.random_model import random_config, random_tokenizer
+from rondel.models.random_model import SMALL, SMALL_TOWER, random_config, random_tokenizer
 from rondel.models.recurrent.mixers import install_recurrent
 from rondel.models.recurrent.mlstm import keep_whole_rows
 from rondel.models.recurrent.wkv import keep_unscaled
@@ -54,9 +54,6 @@ from rondel.models.step_head import StepHead
 from rondel.models.vision_families import FAMILIES
 
 MOST_UNASKED = 200_000_000  # parameters of a random model whose table gives no size
-SMALL = (
-    "hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, num_attention_heads = 4, num_key_value_heads = 2"
-)
 
 STEP_MODELS = ImportedOnUse(
     {
@@ -369,7 +366,7 @@ def _refuse_default_size(where: str, table: dict[str, Any], config: Any) -> None
     first large model.
     """
     lacks = [SMALL] if set(table) <= {"random", "seed"} else []
-    lacks += [TOWER] if hasattr(config, "vision_config") and "vision_config" not in table else []
+    lacks += [SMALL_TOWER] if hasattr(config, "vision_config") and "vision_config" not in table else []
     if not lacks:
         return
     with error_boundary(ModelError, f"making a random '{table['random']}'"), torch.device("meta"):

@@ -10,11 +10,10 @@ from transformers import AutoModel
 
 from rondel.core.errors import ModelError, error_boundary
 from rondel.models.control.kinds import FLOW_VLA
+from rondel.models.random_model import SMALL, SMALL_TOWER
 
 BACKBONES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # read one grid of patches of any size, and keep no state
-SMALL = "hidden_size = 64, intermediate_size = 160, num_hidden_layers = 2, num_attention_heads = 4"
-TOWER = "vision_config = { depth = 1, hidden_size = 32, num_heads = 2, intermediate_size = 64 }"
-EXAMPLE = f'{{ random = "flow_vla", backbone = {{ random = "qwen2_5_vl", {SMALL}, {TOWER} }} }}'
+EXAMPLE = f'{{ random = "flow_vla", backbone = {{ random = "qwen2_5_vl", {SMALL}, {SMALL_TOWER} }} }}'
 
 
 Backbone = tuple[Any, Any, Any]  # its config, its tokenizer, and how it looks at pictures where its folder says so
