@@ -28,7 +28,7 @@ from rondel.models.blocks import decoder_blocks
 from rondel.models.cache_slots import install_cache_slots
 from rondel.models.compressed_attention import CompressedLayers, check_compressors, install_compressed_attention
 from rondel.models.control.kinds import FLOW_POLICY, FLOW_VLA, MLP_POLICY, MLP_WORLD
-from rondel.models.control.vla_backbone import BACKBONES, load_backbone, with_backbone
+from rondel.models.control.vla_backbone import BACKBONES, SMALL, SMALL_TOWER, load_backbone, with_backbone
 from rondel.models.deferred_weights import DeferredWeights, fill_parameters, keep_in_full_precision, parameters_on_meta
 from rondel.models.differential import install_differential
 from rondel.models.flow.kinds import FLOW_DIT, FLOW_MLP, FLOW_VIDEO, FLOWS
@@ -44,7 +44,7 @@ from rondel.models.model_folder import model_folder
 from rondel.models.model_type import model_type_of
 from rondel.models.native_library import chosen_library
 from rondel.models.query_scale import install_query_scale
-from rondel.models.random_model import SMALL, SMALL_TOWER, random_config, random_tokenizer
+from rondel.models.random_model import random_config, random_tokenizer
 from rondel.models.recurrent.mixers import install_recurrent
 from rondel.models.recurrent.mlstm import keep_whole_rows
 from rondel.models.recurrent.wkv import keep_unscaled

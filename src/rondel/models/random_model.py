@@ -16,11 +16,6 @@ from rondel.models.routing_tape import expert_count
 from rondel.models.vision_families import FAMILIES
 from rondel.planner.shapes import refuse_sizes
 
-# sizes of an example
-SMALL = (
-    "hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, num_attention_heads = 4, num_key_value_heads = 2"
-)
-SMALL_TOWER = "vision_config = { depth = 1, hidden_size = 32, num_heads = 2, intermediate_size = 64 }"
 CHAT = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% if m['role'] == 'assistant' %}{{ '<eos>' "
     "}}{% endif %}{% endfor %}"

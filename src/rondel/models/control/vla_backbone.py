@@ -10,9 +10,13 @@ from transformers import AutoModel
 
 from rondel.core.errors import ModelError, error_boundary
 from rondel.models.control.kinds import FLOW_VLA
-from rondel.models.random_model import SMALL, SMALL_TOWER
 
 BACKBONES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # read one grid of patches of any size, and keep no state
+# sizes of a random model, for its example and those of models/load.py
+SMALL = (
+    "hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, num_attention_heads = 4, num_key_value_heads = 2"
+)
+SMALL_TOWER = "vision_config = { depth = 1, hidden_size = 32, num_heads = 2, intermediate_size = 64 }"
 EXAMPLE = f'{{ random = "flow_vla", backbone = {{ random = "qwen2_5_vl", {SMALL}, {SMALL_TOWER} }} }}'
 
 

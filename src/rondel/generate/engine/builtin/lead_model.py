@@ -7,33 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from rondel.generate.engine.builtin.lead_rank import LeadRank, LeadsRanks
 from rondel.models.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.builtin.lead_rank import LeadRank
     from rondel.models.image_features import VisionFeatures
     from rondel.models.routing_tape import RoutingTape
 
 
 @dataclass(slots=True)
-class LeadModel(LoadedModel):
+class LeadModel(LeadsRanks, LoadedModel):
     """The part of the first rank; its passes are those of all ranks."""
 
     lead: LeadRank | None = field(default=None, repr=False)
-
-    @property
-    def leads_ranks(self) -> bool:
-        return True
-
-    @property
-    def vocabulary(self) -> int:
-        assert self.lead is not None
-        return self.lead.part.vocabulary
-
-    @property
-    def token_count(self) -> int:
-        assert self.lead is not None
-        return self.lead.part.token_count
 
     def hidden_states(
         self,

@@ -146,3 +146,24 @@ class LeadMemoryRelease(MemoryRelease):
         with self.lead.together():
             self.lead.send("wake", tags=list(tags))
             super().wake(tags)
+
+
+class LeadsRanks:
+    """What a model of the first rank says of itself: its part knows the whole. `lead`: the first rank."""
+
+    __slots__ = ()
+    lead: LeadRank | None
+
+    @property
+    def leads_ranks(self) -> bool:
+        return True
+
+    @property
+    def vocabulary(self) -> int:
+        assert self.lead is not None
+        return self.lead.part.vocabulary
+
+    @property
+    def token_count(self) -> int:
+        assert self.lead is not None
+        return self.lead.part.token_count

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rondel.core.errors import ConfigError, EngineError
-from rondel.generate.engine.builtin.lead_rank import LeadRank
+from rondel.generate.engine.builtin.lead_rank import LeadRank, LeadsRanks
 from rondel.generate.engine.builtin.pages import EngineCaches
 from rondel.generate.engine.builtin.rank_channel import raw_bytes
 from rondel.generate.engine.builtin.shared_pools import share_pools
@@ -106,24 +106,10 @@ class PrefillLead(LeadRank):
 
 
 @dataclass(slots=True)
-class SplitModel(LoadedModel):
+class SplitModel(LeadsRanks, LoadedModel):
     """The part of the first rank that decodes: prompts go to the other half."""
 
     lead: PrefillLead | None = field(default=None, repr=False)
-
-    @property
-    def leads_ranks(self) -> bool:
-        return True
-
-    @property
-    def vocabulary(self) -> int:
-        assert self.lead is not None
-        return self.lead.part.vocabulary
-
-    @property
-    def token_count(self) -> int:
-        assert self.lead is not None
-        return self.lead.part.token_count
 
     def hidden_states(
         self,
