@@ -44,7 +44,7 @@ from rondel.core.errors import SyncError, error_boundary
 from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.tensor_parts import Block, TensorPart
 from rondel.core.types import Manifest, Route, TensorInfo
-from rondel.sync.ipc_parts import PartAddresses, PartReader, assign_writers, written_pieces
+from rondel.sync.ipc_parts import PartAddresses, PartReader, assign_writers, write_whole, written_pieces
 from rondel.sync.tensor_bytes import HEAD, aligned, size_of
 from rondel.system.files import guard_write
 
@@ -218,15 +218,8 @@ class FromIpc:
         return Route("ipc")
 
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:
-        rows: list[TensorInfo] = []
-
-        def tensors() -> Iterator[Tensor]:
-            for row, tensor in weights:
-                rows.append(row)
-                yield tensor
-
-        place = self._write_segment(tensors())
-        return Manifest(version, tuple(rows)), Route("ipc", place, bytes=sum(map(size_of, rows)))
+        place, rows = write_whole(weights, self._write_segment)
+        return Manifest(version, rows), Route("ipc", place, bytes=sum(map(size_of, rows)))
 
     def _write_segment(self, tensors: Iterable[Tensor]) -> SegmentAddress:
         """All of them, one behind the other, in a segment that nobody reads."""

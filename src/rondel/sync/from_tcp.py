@@ -33,13 +33,14 @@ from torch import Tensor
 from rondel.core.errors import StalledError, SyncError
 from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.tensor_parts import Block, TensorPart
-from rondel.core.types import Manifest, Route, TensorInfo
+from rondel.core.types import Manifest, Route
 from rondel.sync.ipc_parts import (
     PartAddresses,
     WrittenPiece,
     assign_writers,
     narrow,
     plan_pieces,
+    write_whole,
     written_pieces,
 )
 from rondel.sync.tensor_bytes import size_of
@@ -141,17 +142,10 @@ class FromTcp:
     # -- the trainer's end -----------------------------------------------------------------------
 
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:
-        rows: list[TensorInfo] = []
-
-        def tensors() -> Iterator[Tensor]:
-            for row, tensor in weights:
-                rows.append(row)
-                yield tensor
-
-        address = self.write_parts(tensors())
+        address, rows = write_whole(weights, self.write_parts)
         pieces = tuple(WrittenPiece(row.name, (0,) * len(row.shape), row.shape) for row in rows)
         place = PartAddresses((address,), (pieces,))
-        return Manifest(version, tuple(rows)), Route("tcp", place, bytes=sum(map(size_of, rows)))
+        return Manifest(version, rows), Route("tcp", place, bytes=sum(map(size_of, rows)))
 
     def send(self, route: Route, weights: Tensors) -> None: ...
 

@@ -8,21 +8,25 @@ Every number is written once: of replicas one writes it. Nothing is gathered bef
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rondel.core.errors import SyncError
+from rondel.core.protocols import Weights
 from rondel.core.tensor_parts import Block, Place, TensorPart
-from rondel.core.types import Manifest
+from rondel.core.types import Manifest, TensorInfo
 from rondel.sync.tensor_bytes import HEAD, aligned
 from rondel.sync.transfer_plan import Copy, TransferPlanner, plan_transfer, split_buckets
 
 BUCKET = 64 << 20  # bytes that are copied at a time
+
+
+AddressT = TypeVar("AddressT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,20 @@ def _open_pieces(buffer: Tensor, pieces: Sequence[WrittenPiece], manifest: Manif
             raise SyncError(f"a trainer's memory has {len(buffer)} bytes, and {piece.name} ends at {at + size}")
         yield buffer[at : at + size].view(dtypes[piece.name]).view(piece.size)
         at = aligned(at + size)
+
+
+def write_whole(
+    weights: Weights, write: Callable[[Iterator[Tensor]], AddressT]
+) -> tuple[AddressT, tuple[TensorInfo, ...]]:
+    """`write` is given the tensors one at a time. -> where it wrote them, and what they are."""
+    rows: list[TensorInfo] = []
+
+    def tensors() -> Iterator[Tensor]:
+        for row, tensor in weights:
+            rows.append(row)
+            yield tensor
+
+    return write(tensors()), tuple(rows)
 
 
 def written_pieces(assigned: Sequence[Mapping[str, list[Block]]]) -> tuple[tuple[WrittenPiece, ...], ...]:
