@@ -74,10 +74,12 @@ def test_more_rows_than_one_reading_of_the_weights_takes():
     torch.testing.assert_close(whole, x.float() @ w.float().t(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, bf16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("rows", "outputs", "inside"), [(1, 5, 3), (37, 50, 66), (1100, 24, 32)])
-def test_a_weights_gradient_is_added_to_its_sum(rows, outputs, inside):
+def test_a_weights_gradient_is_added_to_its_sum(rows, outputs, inside, dtype):
     """Of some columns of a gradient, whose rows lie apart."""
-    grad, x, main = (numbers(*shape).float() for shape in ((rows, outputs + 7), (rows, inside), (outputs, inside)))
+    grad, x = (numbers(*shape).to(dtype) for shape in ((rows, outputs + 7), (rows, inside)))
+    main = numbers(outputs, inside).float()
     wanted = main.double() + grad[:, 4 : 4 + outputs].double().t() @ x.double()
     cpu_kernels.add_weight_gradient(main, grad[:, 4 : 4 + outputs], x)
     torch.testing.assert_close(main.double(), wanted, rtol=1e-5, atol=3e-6 * rows**0.5)

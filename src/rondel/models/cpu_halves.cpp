@@ -4,12 +4,16 @@
 // them into a panel of its own (cpu_tiles.h) and multiplies it with some hundred rows. Gradients of weights are added to
 // fp32 sums where they are computed, never rounded. layer_halves.py calls this; it rounds where the modules do.
 
+#include <omp.h>
+
 #include "cpu_panels.h"
 
 namespace {
 
-constexpr int64_t MOST_ROWS = 384;  // that are multiplied with one panel
-constexpr int64_t CHUNK = 32;       // tiles of outputs of a weight's gradient over one panel
+constexpr int64_t MOST_ROWS = 640;  // that are multiplied with one panel
+constexpr int64_t LEAST_ROWS = 96;  // for which a panel is worth filling
+constexpr int64_t LEAST_TILES = 8;  // of outputs of a weight's gradient for which one is
+constexpr int64_t JOBS = 8;         // for each thread, if there can be as many: the last ones are not waited for long
 constexpr int64_t CHAIN = 512;      // words of a column whose products are one sum
 constexpr int64_t NORM_ROWS = 64;   // of a norm whose share of the weight's gradient is summed one after the other
 
@@ -23,13 +27,22 @@ template <class T> struct Product {  // addresses; 0 for what is not there
 
 // -- products --------------------------------------------------------------------------------------------
 
-inline int64_t blocks_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+inline int64_t parts_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+// in how many parts the work of each of `count` panels is shared out, each of `most` parts at most
+inline int64_t shares_of(int64_t count, int64_t most) {
+    return std::max<int64_t>(1, std::min(most, parts_of(JOBS * omp_get_num_threads(), count)));
+}
+
+inline int64_t blocks_of(int64_t rows, int64_t count) {
+    return std::max(parts_of(rows, MOST_ROWS), shares_of(count, parts_of(rows, LEAST_ROWS)));
+}
 
 // `use(first row, rows, panel, sums [rows, WIDTH])` of x [rows, in] and `count` panels, which `put(panel, to)` fills, on
 // the threads of the region, which do not wait for each other at its end
 template <class T, class Put, class Use>
 inline void multiply(const T *x, int64_t rows, int64_t in, int64_t count, std::vector<T> &room, const Put &put, const Use &use) {
-    int64_t blocks = blocks_of(rows);
+    int64_t blocks = blocks_of(rows, count);
     T *panel = aligned_room(room, in * WIDTH);
 #pragma omp for schedule(dynamic) nowait
     for (int64_t job = 0; job < blocks * count; job++) {
@@ -58,7 +71,8 @@ template <class T>
 inline void add_weight_gradient(const T *grad, const T *x, int64_t rows, int64_t width, int64_t in, float *total,
                                 std::vector<T> &room) {
     constexpr int64_t J = JOINED<T>;
-    int64_t words = words_of<T>(rows), tiles = tiles_of(width), chunks = (tiles + CHUNK - 1) / CHUNK, count = panels_of(in);
+    int64_t words = words_of<T>(rows), tiles = tiles_of(width), count = panels_of(in);
+    int64_t chunks = shares_of(count, parts_of(tiles, LEAST_TILES));
     T *panel = aligned_room(room, words * J * WIDTH);
 #pragma omp for schedule(dynamic) nowait
     for (int64_t job = 0; job < chunks * count; job++) {
@@ -66,14 +80,18 @@ inline void add_weight_gradient(const T *grad, const T *x, int64_t rows, int64_t
         put_rows(x + p * WIDTH, in, rows, columns, panel);
         for (int64_t tile = chunk * tiles / chunks; tile < (chunk + 1) * tiles / chunks; tile++) {
             alignas(64) float sums[TILE * WIDTH], more[TILE * WIDTH];
+            int64_t outputs = std::min(TILE, width - tile * TILE);
+            float *first = total + tile * TILE * in + p * WIDTH;
+            for (int64_t r = 0; r < outputs; r++)  // from memory while the sums are taken: their rows are far apart
+                for (int64_t i = 0; i < columns; i += HALF) __builtin_prefetch(first + r * in + i, 1);
             const T *own = grad + tile * words * J * TILE;
             tile_sums<T, TILE, TILE>(own, J, panel, std::min(words, CHAIN), sums);
             for (int64_t k = CHAIN; k < words; k += CHAIN) {
                 tile_sums<T, TILE, TILE>(own + k * J * TILE, J, panel + k * J * WIDTH, std::min(words - k, CHAIN), more);
                 for (int64_t i = 0; i < TILE * WIDTH; i++) sums[i] += more[i];
             }
-            for (int64_t r = 0; r < std::min(TILE, width - tile * TILE); r++) {
-                float *to = total + (tile * TILE + r) * in + p * WIDTH;
+            for (int64_t r = 0; r < outputs; r++) {
+                float *to = first + r * in;
                 if (columns == WIDTH)
                     for (int64_t i = 0; i < WIDTH; i++) to[i] += sums[r * WIDTH + i];
                 else
@@ -146,8 +164,11 @@ inline void norm_gradient(const float *x, const T *weight, const T *grad, float 
 // gate and up of one part of a row, the gradient of silu(g) · u -> theirs, and silu(g) · u again in the place of `y`
 template <class T> inline void gate_row(const T *gate, const T *up, int64_t count, float *y, T *dgate, T *dup) {
     float g[WIDTH], u[WIDTH], dg[WIDTH], du[WIDTH];
-    for (int64_t i = 0; i < WIDTH; i++) g[i] = u[i] = 0;
-    for (int64_t i = 0; i < count; i++) g[i] = wide(gate[i]), u[i] = wide(up[i]);
+    if (count == WIDTH) {
+        for (int64_t i = 0; i < WIDTH; i++) g[i] = wide(gate[i]);
+        for (int64_t i = 0; i < WIDTH; i++) u[i] = wide(up[i]);
+    } else
+        for (int64_t i = 0; i < WIDTH; i++) g[i] = i < count ? wide(gate[i]) : 0, u[i] = i < count ? wide(up[i]) : 0;
     for (int64_t i = 0; i < WIDTH; i++) {
         float below = 1.0f + exponential(-g[i]), share = 1.0f / below, silu = rounded<T>(g[i] / below);
         dg[i] = rounded<T>(y[i] * u[i]) * share * (1.0f + g[i] * (1.0f - share));
@@ -316,6 +337,13 @@ template <class T> void back_backward(const Half<T> &n, const Product<T> *produc
     });
 }
 
+template <class T>
+void add_whole_gradient(const T *grad, int64_t step, const T *x, int64_t rows, int64_t width, int64_t in, float *total, T *tiles) {
+    std::vector<T> room;
+    put_gradient(grad, step, rows, width, tiles);
+    add_weight_gradient(tiles, x, rows, width, in, total, room);
+}
+
 template <class T> void run_half(int kind, const Half<T> &n, const Product<T> *products, float eps) {
     if (kind == 0) front_forward(n, products, eps);
     if (kind == 1) front_backward(n, products, eps);
@@ -332,14 +360,13 @@ template <class T> void run_half(int kind, const Half<T> &n, const Product<T> *p
 extern "C" {
 
 // total [width, in] += gradᵀ x, for grad [rows, step], of which `width` columns, and x [rows, in]; `tiles`: room for
-// `put_gradient`
-void rondel_add_weight_gradient(const float *grad, int64_t step, const float *x, int64_t rows, int64_t width, int64_t in,
-                                float *total, float *tiles, int threads) {
+// `put_gradient`; code: 0 float32, 1 bfloat16
+void rondel_add_weight_gradient(int code, const void *grad, int64_t step, const void *x, int64_t rows, int64_t width, int64_t in,
+                                float *total, void *tiles, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> room;
-        put_gradient(grad, step, rows, width, tiles);
-        add_weight_gradient(tiles, x, rows, width, in, total, room);
+        if (code) add_whole_gradient((const bf16 *)grad, step, (const bf16 *)x, rows, width, in, total, (bf16 *)tiles);
+        else add_whole_gradient((const float *)grad, step, (const float *)x, rows, width, in, total, (float *)tiles);
     }
 }
 

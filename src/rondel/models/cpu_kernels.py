@@ -486,13 +486,15 @@ def whole_digest(raw: Tensor, inside: Tensor, across: Tensor) -> tuple[int, int]
 
 
 def add_weight_gradient(main: Tensor, grad: Tensor, x: Tensor) -> None:
-    """main [O, I] += grad [N, O]ᵀ @ x [N, I], all fp32; of `grad` its rows may lie apart."""
+    """main [O, I] += grad [N, O]ᵀ @ x [N, I], summed in fp32 and not rounded; `grad` and `x` both bfloat16 or fp32, of
+    `grad` rows may lie apart.
+    """
     rows, width = grad.shape
-    x, tiles = x.contiguous(), torch.empty(rows, -(-width // TILE) * TILE)
-    assert grad.stride(1) == 1 and main.is_contiguous() and main.dtype == grad.dtype == x.dtype == torch.float32
+    x, tiles = x.contiguous(), torch.empty(rows + rows % 2, -(-width // TILE) * TILE, dtype=grad.dtype)
+    assert grad.stride(1) == 1 and main.is_contiguous() and main.dtype == torch.float32 and grad.dtype == x.dtype
     library().rondel_add_weight_gradient(
-        grad.data_ptr(), grad.stride(0), x.data_ptr(), rows, width, x.shape[1], main.data_ptr(), tiles.data_ptr(),
-        torch.get_num_threads(),
+        CODES[x.dtype], grad.data_ptr(), grad.stride(0), x.data_ptr(), rows, width, x.shape[1], main.data_ptr(),
+        tiles.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
 
 

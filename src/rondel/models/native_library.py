@@ -60,7 +60,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_digest": [PLACE, WHOLE, PLACE, PLACE, WHOLE, PLACE, THREADS],
     "rondel_pair_product": [*[PLACE] * 4, *[WHOLE] * 3, THREADS],
     "rondel_layer_half": [CODE, CODE, PLACE, PLACE, REAL, THREADS],
-    "rondel_add_weight_gradient": [PLACE, WHOLE, PLACE, *[WHOLE] * 3, PLACE, PLACE, THREADS],
+    "rondel_add_weight_gradient": [CODE, PLACE, WHOLE, PLACE, *[WHOLE] * 3, PLACE, PLACE, THREADS],
     "rondel_tree": [CODE, CODE, PLACE, REAL, THREADS],
     "rondel_layers": [CODE, PLACE, WHOLE, CODE, *[PLACE] * 11, *[WHOLE] * 4, REAL, REAL, THREADS],
 }
