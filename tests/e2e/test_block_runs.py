@@ -73,6 +73,7 @@ def test_what_is_not_carried_over_is_refused(folder, tmp_path):
             build(tiny(tmp_path, recipe=BLOCKS, **changes))
 
 
+@pytest.mark.slow
 def test_its_model_is_exported_and_answers_in_a_notebook(folder, tmp_path):
     export.run(folder, tmp_path / "exported", False, "", False)
     assert "rondel.Engine.load" in (tmp_path / "exported" / "README.md").read_text()

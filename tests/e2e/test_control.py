@@ -197,6 +197,7 @@ def test_worlds_on_threads_step_side_by_side(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_run_over_processes_has_the_bits_of_one_without(tmp_path):
     settings = {"loop__steps": 2, "run__checkpoint__every": 0, "recipe": CARTPOLE}
     settings["task__data"] = {"kind": "gym", "name": "kits.gym_worlds:Aim", "n": 50, "eval_seed": 1000, "eval_n": 2}

@@ -98,6 +98,7 @@ def test_what_is_stored_is_what_was_drawn(folder):
             assert (imagined.finish_reason == "stop") == (y[-1, 11] == 1) == (imagined.steps.after is None)
 
 
+@pytest.mark.slow
 def test_the_error_is_on_the_card(folder):
     card = (folder / "card.md").read_text()
     done = events(folder, "StepDone")[-1]["metrics"]

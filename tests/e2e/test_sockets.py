@@ -17,6 +17,7 @@ import pytest
 
 from kits.engine import tiny as tiny_model
 from kits.forked import Forked
+from kits.nursery import parent_of
 from kits.runs import run
 from kits.sweeps import covering
 from rondel.models.save import save_model
@@ -52,9 +53,9 @@ def _free_port() -> int:
 def _family(process: int) -> set[int]:
     """It and all that descend from it."""
     above = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
-            above[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+            above[int(entry.name)] = parent_of(int(entry.name))
         except OSError:
             continue
     found, new = set(), {process}

@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 
+from kits.nursery import parent_of
 from rondel.core.errors import ConfigError
 from rondel.core.events import Warned, emit
 from rondel.runtime.devices import Device
@@ -137,7 +138,7 @@ def children(of: int) -> list[int]:
     """Processes that this one has started."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
-            if int(stat.read().rpartition(")")[2].split()[1]) == of:
+        with contextlib.suppress(OSError):
+            if parent_of(int(pid)) == of:
                 found.append(int(pid))
     return found

@@ -65,7 +65,7 @@ class Rank:
 
     def summed(self) -> float:
         value = torch.ones(1)
-        if (link := self.ranks.link) is None:
+        if (link := self.ranks.groups.link) is None:
             dist.all_reduce(value)
         elif link.is_last:
             link.send(value, 0, link.back)
@@ -92,7 +92,7 @@ def dumping_cluster(tmp_path):
     ("mesh", "where"),
     [
         (Mesh(shards=2), r"in all_reduce \(test_law_10_waiting.py:\d+, summed\)"),
-        (Mesh(pp=2), r"in recv \(pipeline_stage.py:\d+, receive\)"),
+        (Mesh(pp=2), r"in recv \(stage_link.py:\d+, receive\)"),
     ],
     ids=str,
 )

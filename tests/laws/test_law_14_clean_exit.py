@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kits.nursery import parent_of
 from kits.runs import check, events, run, run_and_die
 from kits.workers import alive
 from rondel.core.types import Failed, Task, Trajectory
@@ -53,8 +54,8 @@ def test_no_process_and_no_segment_is_left(tmp_path):
         found = set()
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
-                with open(f"/proc/{pid}/cmdline", "rb") as file, open(f"/proc/{pid}/stat") as stat:
-                    parent = int(stat.read().rpartition(")")[2].split()[1])
+                with open(f"/proc/{pid}/cmdline", "rb") as file:
+                    parent = parent_of(int(pid))
                     worker = b"rondel.runtime.cluster." in file.read() and int(pid) != forkserver.forkserver_pid()
                     if worker and parent in (1, os.getpid(), forkserver.forkserver_pid()):  # 1: it was left
                         found.add(int(pid))

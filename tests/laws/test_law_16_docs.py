@@ -399,6 +399,7 @@ def test_every_named_link_leads_to_its_name():
     assert wrong == []
 
 
+@cache
 def swept_tests(path: Path) -> set[str]:
     """Tests of a file of which `make test` runs no case."""
     tests = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]

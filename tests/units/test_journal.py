@@ -76,6 +76,7 @@ def test_a_crash_after_any_event_at_all(tmp_path):
         ], cut
 
 
+@pytest.mark.slow
 def test_two_crashes_to_the_same_checkpoint(tmp_path):
     whole = write_run(tmp_path / "whole", steps=3)
     journal = Journal(tmp_path / "twice")

@@ -62,6 +62,7 @@ def key(task):
     return content_key(task.data["entry"]["metadata"]["expression"])
 
 
+@pytest.mark.slow
 def test_phrasing_does_not_leak():
     pytest.importorskip("reasoning_gym")
     args = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1, format_style="natural")

@@ -41,6 +41,7 @@ async def episode(world, seed):
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, args", [("kits.gym_worlds:Aim", {"last": 5}), ("CartPole-v1", {})])
 def test_episodes_in_two_processes_have_the_bits_of_those_here(processes, name, args):
     """More of them than are asked for at once."""
@@ -76,6 +77,7 @@ def test_pictures_come_through(processes):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, error, why",
     [
@@ -97,6 +99,7 @@ def test_what_a_world_raises_is_raised_here_and_ends_no_other(processes, name, e
     assert len(asyncio.run(play())[1]) == 1
 
 
+@pytest.mark.slow
 def test_episodes_of_a_process_that_was_killed_are_told_and_later_ones_get_another(processes):
     async def play():
         lost, kept = await processes.open(AIM), await processes.open(AIM)
@@ -118,6 +121,7 @@ def test_episodes_of_a_process_that_was_killed_are_told_and_later_ones_get_anoth
     assert np.array_equal(one[0], two[0]) and one[1:] == two[1:]
 
 
+@pytest.mark.slow
 def test_they_end_with_close(processes):
     async def play():
         await asyncio.gather(processes.open(AIM), processes.open(AIM))

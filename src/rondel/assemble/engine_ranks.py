@@ -20,6 +20,7 @@ from torch import Tensor
 from rondel.core.protocols import Cluster, Transport
 from rondel.core.types import Message
 from rondel.generate.engine.builtin.follower import EngineFollower
+from rondel.generate.engine.builtin.follower_update import FollowerUpdate
 from rondel.generate.engine.builtin.lead_model import LeadModel
 from rondel.generate.engine.builtin.lead_rank import LeadRank
 from rondel.generate.engine.builtin.lead_receiver import LeadReceiver
@@ -101,7 +102,7 @@ class FollowerHost:
             meeting = Rendezvous.connect_to(address)
             where = (self.rank, self.size, self.device.name, self.patience)
             joined = join_ranks(loaded, meeting, *where, **how)
-            return EngineFollower(*joined, transports)
+            return EngineFollower(*joined, FollowerUpdate(*joined, transports))
 
         self.follower = await self.device.run(join_here)
 
@@ -112,7 +113,7 @@ class FollowerHost:
 
     def tell(self, message: Message) -> None:
         assert self.follower is not None, "join() comes first"
-        self.follower.messages.put(message)
+        self.follower.update.messages.put(message)
 
     def close(self) -> None:
         """The process ends, and with it whatever its device waits for."""

@@ -11,7 +11,6 @@ adapter  fp32, whole on every rank: 1-2 % of the numbers. The base under it lies
 
 from __future__ import annotations
 
-import datetime
 import os
 import traceback
 from collections.abc import Callable, Container, Iterator
@@ -24,7 +23,6 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
@@ -44,16 +42,16 @@ from rondel.models.head import LMHead
 from rondel.models.layer_split import StageLayers, drop_parameters, layers_of_stage
 from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
-from rondel.models.pipeline_stage import PipelineStage, StageLink
+from rondel.models.pipeline_stage import PipelineStage
 from rondel.models.rendezvous import Rendezvous
 from rondel.models.rounded_weights import replace_rounded, rounded_parameters
 from rondel.models.step_head import StepHead
 from rondel.models.tensor_cuts import TensorCuts, join_cuts
 from rondel.models.tensor_parallel import cut_model
-from rondel.system import sockets
 from rondel.train.annotate import logprobs_of
 from rondel.train.loss_scale import LossScale
 from rondel.train.mesh_checks import check_cut, is_timeout, refuse_mesh
+from rondel.train.mesh_groups import MeshGroups
 from rondel.train.mesh_layout import rank_part
 from rondel.train.optim import MasterWeights, spread_within_rounding
 from rondel.train.optimizers import ONE_RANK
@@ -80,52 +78,8 @@ class FsdpRank(SingleRank):
         self._stages: WeakKeyDictionary[nn.Module, ReferenceType[PipelineStage]] = (
             WeakKeyDictionary()
         )  # they know the model
-        if meeting is not None:
-            # all on this machine: nobody else may speak to a rank. NCCL's: not yet run on hardware
-            sockets.set_interface(meeting.address[0])
-            backend, wait = "gloo" if device == "cpu" else "nccl", datetime.timedelta(seconds=patience)
-            dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=mesh.world, timeout=wait)
-        kind, both = device.partition(":")[0], ("replicas", "shards") if mesh.replicas > 1 else ("shards",)
-        sharing = mesh.shards * mesh.cp  # who has different shards: of other samples, or of other parts of a row
-        whole = self._arrange(kind, both, pp=mesh.pp, replicas=mesh.replicas, shards=sharing, tp=mesh.tp)
-        self.fsdp_mesh = whole[both]
-        self.shard_group = whole["shards"].get_group()
-        self.everyone: Any = dist.group.WORLD
-        self.data_group: Any = self.everyone
-        self.tensor = RankGroup.of(whole["tp"].get_group()) if mesh.tp > 1 else None
-        self.context = self.experts = self.link = None
-        if mesh.pp > 1:
-            inner = mesh.world // mesh.pp  # ranks of a stage
-            lines = [[stage * inner + i for stage in range(mesh.pp)] for i in range(inner)]
-            back = dist.new_subgroups_by_enumeration(lines, timeout=datetime.timedelta(seconds=patience))[0]
-            self.link = StageLink(
-                RankGroup.of(whole["pp"].get_group()), RankGroup.of(back), torch.device(device), leads=rank % inner == 0
-            )
-        if mesh.tp * mesh.cp > 1:  # stages behind each other are told what the last one found out
-            apart = self._arrange(kind, ("data",), data=mesh.pp * mesh.data, cp=mesh.cp, tp=mesh.tp)
-            self.data_group = apart["data"].get_group()
-            self.context = RankGroup.of(apart["cp"].get_group()) if mesh.cp > 1 else None
-        if mesh.ep > 1:
-            holders = sharing * mesh.tp // mesh.ep
-            apart = self._arrange(kind, both, pp=mesh.pp, replicas=mesh.replicas, shards=holders, ep=mesh.ep)
-            # who holds the same experts: their gradients have the tokens of all others already
-            self.expert_mesh = apart[both]
-            self.experts = RankGroup.of(apart["ep"].get_group())
-
-    def _arrange(self, device: str, always: tuple[str, ...], **sizes: int) -> DeviceMesh:
-        """A mesh of the axes that have more than one rank, and of those that are `always` asked for: each is a group,
-        which opens ports, and waits as long as all ranks do (torch gives new groups a time of its own, half an hour).
-        """
-        axes = {name: n for name, n in sizes.items() if n > 1 or name in always}
-        backend = "gloo" if device == "cpu" else "nccl"
-        kinds: Any = dist
-        options = kinds.ProcessGroupGloo._Options() if device == "cpu" else kinds.ProcessGroupNCCL.Options()
-        options._timeout = datetime.timedelta(seconds=self.patience)
-        apart: dict[int | str, Any] = {name: (backend, options) for name, n in axes.items() if n < self.size}
-        # one that has all ranks is their group
-        return init_device_mesh(
-            device, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=apart or None
-        )
+        self.groups = MeshGroups(rank, mesh, meeting, device=device, patience=patience)
+        self.tensor = self.groups.tensor
 
     def shard_model(self, loaded: LoadedModel) -> LoadedModel:
         """Each layer is gathered when its pass begins and let go when it ends; embedding, last
@@ -138,7 +92,7 @@ class FsdpRank(SingleRank):
         expected: list[float] = []
         if not isinstance(model, FSDPModule):  # a reference that is the policy without its adapter is held already
             refuse_mesh(loaded, self.mesh)
-            cut = self.tensor is not None or self.experts is not None or self.link is not None
+            cut = self.tensor is not None or self.groups.experts is not None or self.groups.link is not None
             # a critic says one number and no logprobs, and what is not here yet says none
             if cut and len(loaded.head.weight) > 1 and loaded.weights is None:
                 with randomized_adapter(loaded.adapter):
@@ -160,10 +114,10 @@ class FsdpRank(SingleRank):
 
         head.stack = linear.UnpackedLinear()
         context = None
-        if self.context is not None:
+        if self.groups.context is not None:
             spreads = loaded.compressed or loaded.indexers > 0
             ring = self.mesh.cp_attention == "ring"
-            context = ContextRanks(self.context, PRODUCTS * head.weight.shape[1], spreads, ring)
+            context = ContextRanks(self.groups.context, PRODUCTS * head.weight.shape[1], spreads, ring)
         held = replace(
             loaded,
             model=model,
@@ -201,7 +155,7 @@ class FsdpRank(SingleRank):
                 f"place.mesh = {mesh}: keys and values of a {model.config.model_type} are gathered; "
                 "leave cp_attention out"
             )
-        head = loaded.head.shared_by(self.context)
+        head = loaded.head.shared_by(self.groups.context)
         if not isinstance(model, FSDPModule):
             self._shard_model(loaded)
 
@@ -213,19 +167,19 @@ class FsdpRank(SingleRank):
     def _shard_model(self, loaded: LoadedModel) -> None:
         model, dtype = loaded.model, loaded.dtype
         linear.unpack_linears(model)
-        with suppress(ModelError) if self.tensor is None and self.experts is None else nullcontext():
+        with suppress(ModelError) if self.tensor is None and self.groups.experts is None else nullcontext():
             # of whole tensors, in the family's own classes: FSDP makes others of them
             names.checkpoint_pieces(model)
         rounded = rounded_parameters(model)
         layers: StageLayers | None = None
         if loaded.adapter is not None and loaded.weights is None:
             names.pin_digest(model)
-        if self.link is not None:
+        if self.groups.link is not None:
             decoder, tower = loaded.decoder, list[nn.Parameter]()
             if loaded.sight is not None:
                 decoder, tower = vision.language_model(model), [*vision.vision_tower(model).parameters()]
             layers = layers_of_stage(
-                model, decoder, self.link.size, self.link.index, chunks=self.mesh.chunks, whole=tower
+                model, decoder, self.groups.link.size, self.groups.link.index, chunks=self.mesh.chunks, whole=tower
             )
             drop_parameters(model, layers.held)
         blocks = model_blocks(model) if layers is None else layers.own_blocks
@@ -248,12 +202,12 @@ class FsdpRank(SingleRank):
                 self._cuts[model] = loaded.head.cut_over(self.tensor, sequence=self.mesh.sp)
             else:
                 own = None if layers is None else layers.own_runs
-                apart = [] if self.experts is None else expert_parameters(model)
+                apart = [] if self.groups.experts is None else expert_parameters(model)
                 self._cuts[model] = cut_model(
                     model, self.tensor, sequence=self.mesh.sp, overlap=self.mesh.overlap, runs=own, apart=apart
                 )
-        if self.experts is not None:
-            self._expert_cuts[model] = cut_experts(model, self.experts, self.tensor)
+        if self.groups.experts is not None:
+            self._expert_cuts[model] = cut_experts(model, self.groups.experts, self.tensor)
         eye = set(vision.vision_tower(model).modules()) if loaded.sight is not None else set()
         # whole on every rank, and frozen: no rank waits in a tower that another has no picture for
         if loaded.sight is not None:
@@ -266,17 +220,17 @@ class FsdpRank(SingleRank):
         if head is not None and head.weight.shape[0] == 1 and head.weight not in whole:
             fully_shard(
                 head,
-                mesh=self.fsdp_mesh,
+                mesh=self.groups.fsdp_mesh,
                 mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
                 reshard_after_forward=False,
             )
         for layer in [block for block in blocks if block not in eye]:
             self._fill(loaded, layer, dtype, layers)
-            for experts in routed_experts(layer).values() if self.experts is not None else ():
-                fully_shard(experts, mesh=self.expert_mesh, mp_policy=policy)
-            fully_shard(layer, mesh=self.fsdp_mesh, mp_policy=policy, ignored_params=whole)
+            for experts in routed_experts(layer).values() if self.groups.experts is not None else ():
+                fully_shard(experts, mesh=self.groups.expert_mesh, mp_policy=policy)
+            fully_shard(layer, mesh=self.groups.fsdp_mesh, mp_policy=policy, ignored_params=whole)
         self._fill(loaded, model, dtype, layers)
-        fully_shard(model, mesh=self.fsdp_mesh, mp_policy=policy, ignored_params=whole)
+        fully_shard(model, mesh=self.groups.fsdp_mesh, mp_policy=policy, ignored_params=whole)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -284,9 +238,9 @@ class FsdpRank(SingleRank):
         replace_rounded(model, rounded)
         _prefetch([block for block in blocks if isinstance(block, FSDPModule)], self.mesh.prefetch)
         if layers is not None:
-            assert self.link is not None
+            assert self.groups.link is not None
             stream = torch.float32 if keeps_fp32_stream(model) else dtype
-            self._stages[model] = ref(PipelineStage(model, layers, self.link, stream))  # its hooks keep it
+            self._stages[model] = ref(PipelineStage(model, layers, self.groups.link, stream))  # its hooks keep it
         model.enter_pass = MethodType(_forward_root, model)
         register_fsdp_forward_method(model, "enter_pass")
 
@@ -326,15 +280,10 @@ class FsdpRank(SingleRank):
             LossScale() if computes_in(model) == torch.float16 else None
         )  # equal norms move it on all ranks
         if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad):
-            return ShardedWeights(model, self.shard_group, self._cuts.get(model), experts=experts, stage=stage, **how)
-        return ReplicatedWeights(model, self._stage_group(), self._cuts.get(model), stage=stage, **how)
-
-    def _stage_group(self) -> Any:
-        """The ranks that have the same layers; all of them ask."""
-        if self.mesh.pp == 1:
-            return self.everyone
-        kind, inner = self.fsdp_mesh.device_type, self.size // self.mesh.pp
-        return self._arrange(kind, ("stage",), pp=self.mesh.pp, stage=inner)["stage"].get_group()
+            return ShardedWeights(
+                model, self.groups.shard_group, self._cuts.get(model), experts=experts, stage=stage, **how
+            )
+        return ReplicatedWeights(model, self.groups.make_stage_group(), self._cuts.get(model), stage=stage, **how)
 
     def full_weights(self, model: nn.Module, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         dtype, cuts = computes_in(model), (self._cuts.get(model), self._expert_cuts.get(model))
@@ -368,13 +317,13 @@ class FsdpRank(SingleRank):
         return found
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self.everyone)
+        dist.all_reduce(values, group=self.groups.everyone)
         return values
 
     def run_passes(
         self, packs: MicroBatches, forward: Callable[[PackedBatch, bool], Any], backward: Callable[[Any, bool], None]
     ) -> None:
-        stages, stage = (1, 0) if self.link is None else (self.link.size, self.link.index)
+        stages, stage = (1, 0) if self.groups.link is None else (self.groups.link.size, self.groups.link.index)
         order = one_forward_one_backward(stages, stage, len(packs), self.mesh.chunks)
         try:
             run_schedule(order, packs, forward, backward, self._enter_chunk)
@@ -412,14 +361,14 @@ class FsdpRank(SingleRank):
         return _gather_objects(value, dist.group.WORLD)
 
     def gather_data_ranks(self, value: Any) -> list[Any]:
-        return _gather_objects(value, self.data_group)
+        return _gather_objects(value, self.groups.data_group)
 
     def gather_arrays(self, values: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         sizes = self.gather_data_ranks({name: len(x) for name, x in values.items()})
         own = torch.cat([torch.zeros(0), *(x.float() for x in values.values())])
         lengths = [sum(told.values()) for told in sizes]
-        ranks = RankGroup.of(self.data_group)
-        runs = gather_runs(own.to(self.fsdp_mesh.device_type), lengths, ranks).cpu().split(lengths)
+        ranks = RankGroup.of(self.groups.data_group)
+        runs = gather_runs(own.to(self.groups.fsdp_mesh.device_type), lengths, ranks).cpu().split(lengths)
         return [dict(zip(told, run.split(list(told.values())))) for told, run in zip(sizes, runs)]
 
     @contextmanager

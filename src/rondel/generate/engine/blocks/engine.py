@@ -23,6 +23,7 @@ from rondel.core.types import Completion, Request
 from rondel.generate.engine.blocks.block_log import BlockLog
 from rondel.generate.engine.blocks.block_sequence import WHAT, BlockSequence
 from rondel.generate.engine.builtin.sampler import draw_uniform, sample_tokens, sampling_weights
+from rondel.generate.engine.stepwise.answer import refuse_overlong
 from rondel.generate.engine.stepwise.engine import StepwiseEngine
 from rondel.models.block_diffusion.block_cache import BlockCache, BlockState, CachedPass
 from rondel.models.block_diffusion.packed_blocks import hide_masks
@@ -62,7 +63,7 @@ class BlockEngine(StepwiseEngine[BlockSequence]):
             raise UserError(
                 f"{', '.join(sorted(request.wants))} with {WHAT}: it tells only what it drew; leave them out"
             )
-        self.refuse_overlong(request)
+        refuse_overlong(request, self.context_limit)
         decode = partial(self.loaded.tokenizer.decode, skip_special_tokens=True)
         return BlockSequence.of(request, done, self.settings, self.loaded.stop_ids, decode)
 

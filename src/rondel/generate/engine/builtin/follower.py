@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rondel.core.errors import SyncError
-from rondel.core.types import Begin, Commit, Message, Route
 from rondel.generate.engine.builtin.feature_exchange import receive_features
 from rondel.generate.engine.builtin.idle_pass import idle_pass
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
-from rondel.generate.engine.builtin.part_receiver import PartReceiver, wrong_tensors
 from rondel.generate.engine.builtin.rank_channel import receive_tensor
 from rondel.generate.engine.builtin.shared_pools import share_pools
 from rondel.generate.engine.builtin.states import StateMemory
 from rondel.models.cache_pools import LayerPools
 from rondel.models.collectives import compared_columns
 from rondel.models.layout_message import rebuild_layout
-from rondel.models.main_grad import weights_changed
 from rondel.models.recurrent.layout import SlotStates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rondel.core.protocols import Transport
+    from rondel.generate.engine.builtin.follower_update import FollowerUpdate
     from rondel.generate.engine.builtin.rank_channel import CommandChannel
     from rondel.models.collectives import RankGroup
     from rondel.models.image_features import VisionFeatures
@@ -37,27 +29,17 @@ if TYPE_CHECKING:
     from rondel.models.routing_tape import RoutingTape
     from rondel.models.serving_part import ServingPart
 
-TOLD = 60.0  # seconds that a message of an update may be behind its command
-
 
 class EngineFollower:
-    """messages  of the update under way, as the leader's pipe brought them"""
+    """Passes of the model over its own cache, as the leader commands them; weights come by `update`."""
 
-    def __init__(
-        self, part: ServingPart, channel: CommandChannel, compute: RankGroup, transports: Mapping[str, Transport]
-    ) -> None:
-        self.part, self.channel, self.compute = part, channel, compute
+    def __init__(self, part: ServingPart, channel: CommandChannel, compute: RankGroup, update: FollowerUpdate) -> None:
+        self.part, self.channel, self.compute, self.update = part, channel, compute, update
         self.loaded, self.device = part.loaded, part.loaded.device
-        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.receiver = PartReceiver(part, transports)
         self.resting = MemoryRelease(part.loaded, None, owns=True)
         self.keys, self.values = LayerPools(0), LayerPools(0)
         self.states = StateMemory(0)
         self._hidden: dict[int, Tensor] = {}  # by the number of the pass
-        self._stream: Iterator[tuple[str, Tensor]] | None = None
-        self._mine: dict[str, Tensor] = {}
-        self._route = Route("")
-        self._fault = ""  # the first of the update under way
 
     def follow(self) -> None:
         """On the device's thread, until the leader closes. What breaks here ends this process,
@@ -75,11 +57,11 @@ class EngineFollower:
             "head": self._multiply_rows,
             "sleep": self._sleep,
             "wake": self._wake,
-            "open": self._open,
-            "take": self._take,
-            "read": self._report,
-            "commit": self._commit,
-            "drop": self._drop,
+            "open": self.update.open_route,
+            "take": self.update.accept_tensor,
+            "read": self.update.report_data,
+            "commit": self.update.commit,
+            "drop": self.update.drop,
         }
         while True:
             facts, tensors = self.channel.receive(self.device)
@@ -206,72 +188,6 @@ class EngineFollower:
 
     def _wake(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         self.resting.wake(tuple(facts["tags"]))
-
-    # -- weights: a fault of an update is told when it is asked for, and breaks no lock-step -------
-
-    def _open(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
-        begin, route = (self.messages.get(timeout=TOLD) for _ in range(2))
-        assert isinstance(begin, Begin) and isinstance(route, Route)
-        self._drop(facts, tensors)
-        self._fault, self._route = "", route
-        try:
-            self.receiver.begin_update(begin, begin.manifest.version)
-            self._mine, self._stream = self.receiver.open_route(route)
-        except SyncError as error:
-            self._fault = str(error)
-
-    def _take(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
-        passed: Tensor | None = None
-        if facts["passed"]:
-            dtype, shape = facts["passed"]
-            passed = receive_tensor(dtype, shape, self.compute.broadcast, self.device)
-        if self._fault:
-            return
-        try:
-            name, tensor = (facts["name"], passed) if passed is not None else self._next_tensor()
-            if name != facts["name"]:
-                raise SyncError(f"it reads {name} where the first rank reads {facts['name']}")
-            self.receiver.accept_tensor(name, tensor, self._mine)
-        except SyncError as error:
-            self._fault = str(error)
-
-    def _next_tensor(self) -> tuple[str, Tensor]:
-        assert self._stream is not None
-        if (found := next(self._stream, None)) is None:
-            raise SyncError("it finds fewer tensors than the first rank")
-        return found
-
-    def _report(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
-        """All has been read, by the first rank's word. `proof`:
-        so many sums of parts are added up for their digests."""
-        self._stream = None
-        if facts["proof"]:
-            proof = self.receiver.proof
-            ranks = self.part.cuts.ranks
-            if proof is None:
-                ranks.all_reduce(torch.zeros(facts["proof"], dtype=torch.int64, device=self.device))
-            elif ranks.index:
-                ranks.all_reduce(proof.values)
-            elif wrong := proof.find_wrong(ranks):  # the first of those that compute prompts
-                self._fault = self._fault or wrong_tensors(wrong)
-        if not self._fault:
-            try:
-                self.receiver.finish_data(self._route)
-            except SyncError as error:
-                self._fault = str(error)
-        self.channel.report(self._fault)
-
-    def _commit(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
-        try:
-            self.receiver.commit_update(Commit(facts["version"], facts["root"]))
-            weights_changed()
-        except SyncError as error:
-            self._fault = str(error)
-        self.channel.report(self._fault)
-
-    def _drop(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
-        self._stream, self._mine = None, {}
-        self.receiver.drop_update()
 
 
 def _new_tape(loaded: LoadedModel, width: int | None) -> RoutingTape | None:

@@ -14,6 +14,7 @@ import torch
 from rondel.core.errors import EngineError
 from rondel.core.types import Completion, Request
 from rondel.generate.engine.flow.chain import Chain
+from rondel.generate.engine.stepwise.answer import refuse_overlong
 from rondel.generate.engine.stepwise.continuous_engine import ContinuousEngine
 from rondel.models.flow.transition import log_density, step_mean
 from rondel.models.packed_steps import PackedSteps
@@ -23,7 +24,7 @@ class FlowEngine(ContinuousEngine[Chain]):
     """Draws chains of denoising steps (chain.py)."""
 
     def open_answer(self, request: Request, done: asyncio.Future[Completion]) -> Chain:
-        self.refuse_overlong(request)
+        refuse_overlong(request, self.context_limit)
         return Chain.of(request, done, self.head.dim)
 
     @torch.no_grad()

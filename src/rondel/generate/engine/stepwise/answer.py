@@ -102,3 +102,12 @@ def refuse_sampling(sampling: Sampling, what: str) -> None:
             f"sampling.{odd[0]} = {getattr(sampling, odd[0])!r} with {what}: it is about text that is written token "
             "after token; leave it out"
         )
+
+
+def refuse_overlong(request: Request, context: int) -> None:
+    """UserError where prompt and answer do not fit into the `context` tokens of a model that reads by positions."""
+    if len(request.tokens) + request.sampling.max_tokens > context:
+        raise UserError(
+            f"{len(request.tokens)} tokens and max_tokens = {request.sampling.max_tokens} do not fit into a "
+            f"context of {context}; set max_position_embeddings of the model"
+        )

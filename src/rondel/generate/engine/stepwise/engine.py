@@ -130,14 +130,6 @@ class StepwiseEngine(StepwiseControl[A]):
         self.forget_weights()
         return 0
 
-    def refuse_overlong(self, request: Request) -> None:
-        """Of a model that reads its prompt by positions."""
-        if len(request.tokens) + request.sampling.max_tokens > self.loaded.max_context:
-            raise UserError(
-                f"{len(request.tokens)} tokens and max_tokens = {request.sampling.max_tokens} do not fit into a "
-                f"context of {self.loaded.max_context}; set max_position_embeddings of the model"
-            )
-
     async def score(self, request: Request) -> TokenScores:
         self.lifecycle.refuse_if_broken()
         if self.arrivals.is_overwriting:
