@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t MOST_ROWS = 384;  // that are multiplied with one panel
 constexpr int64_t CHUNK = 32;       // tiles of outputs of a weight's gradient over one panel
-constexpr int64_t CHAIN = 512;      // words of a column whose products are one sum
+constexpr int64_t CHAIN = 256;      // words of a column whose products are one sum
 constexpr int64_t NORM_ROWS = 64;   // of a norm whose share of the weight's gradient is summed one after the other
 
 template <class T> struct Product {  // addresses; 0 for what is not there
