@@ -113,6 +113,19 @@ def test_beside_other_axes_they_have_it_too(ranks, one, mesh, routes):
     same_gradient(ranks(mesh), "mixtral", routes, *one("mixtral", routes))
 
 
+def test_experts_are_gathered_ahead_with_their_layer(ranks, one):
+    """They are sharded by themselves. In the forward pass those of the first layer, too; the gradient stays what it is."""
+    algo, _, (b, whole) = one("mixtral", "own")
+    every = ranks(Mesh(shards=4, ep=2, prefetch=1))
+    every.make("mixtral", algo=algo)
+    for told in every.gathered_ahead(copy.deepcopy(b), algo):
+        first, second = "model.layers.0", "model.layers.1"
+        assert told["forward"] == [f"{first}.mlp.experts", second, f"{second}.mlp.experts"]
+        assert {first, f"{first}.mlp.experts"} <= {*told["backward"]}
+    for got in every.gradient(copy.deepcopy(b), algo):
+        assert apart(got, whole) <= 1e-6
+
+
 BOTH = [(mesh, kind, routes) for mesh in TWINS for kind in KINDS for routes in ("own", "starved")]
 # without sp, and among shards; kinds of experts: above
 PLAIN = [(TWINS[1], "deepseek_v3", "own"), (TWINS[3], "mixtral", "starved")]
