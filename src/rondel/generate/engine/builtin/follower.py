@@ -123,11 +123,15 @@ class EngineFollower:
         if not own["tensors"]:
             return
         tokens, positions, *rest = tensors[first : first + own["tensors"]]
+        seen = None
+        if self.half:
+            numbers, receive = tensors[first + own["tensors"] :], partial(self.compute.receive, source=0)
+            seen, _ = receive_features(facts["seen"], numbers, receive, self.device)
         tape = _new_tape(self.loaded, facts["records"])
         layout = rebuild_layout(own["layout"], rest, self.keys, self.values)
         if own["runs"]:
             layout.states = SlotStates(self.states, [tuple(run) for run in own["runs"]], self.device)
-        self._compute(facts, tokens, positions, layout, tape)
+        self._compute(facts, tokens, positions, layout, tape, seen)
         if self.half:
             self._end_prefill(tape)
 

@@ -4,19 +4,22 @@
     answers   ranks 0 ... n-1    one token of every decoding request    │  read in place       │     and everything else
 A step takes as long as the longer of its two parts, where one half computes both in turn. The ranks of each half share
 every matrix (n = 1: each has the whole model), and rank n + i has the key heads of rank i, so that keys and values are
-handed over by being written, and so are recurrent states. Both halves compute what is scored, such as the probe of an update: they must agree.
+handed over by being written, and so are recurrent states. Pictures are looked at by the first rank of all, and the
+half that computes prompts is told what it saw. Both halves compute what is scored, such as the probe of an update: they must agree.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rondel.core.errors import ConfigError, EngineError
+from rondel.generate.engine.builtin.feature_exchange import describe_features, send_features
 from rondel.generate.engine.builtin.lead_rank import LeadRank, LeadsRanks
 from rondel.generate.engine.builtin.pages import EngineCaches
 from rondel.generate.engine.builtin.rank_channel import raw_bytes
@@ -67,20 +70,26 @@ class PrefillLead(LeadRank):
         answers: PagedLayout | None,
         prompts: PagedLayout | None,
         width: int | None,
+        seen: VisionFeatures | None,
     ) -> int:
-        """Announce one step: to one half its prompts, which come first, to the other the rest. `width`: of a tape.
-        -> its number.
+        """Announce one step: to one half its prompts, which come first, and what they read of pictures, to the other the
+        rest. `width`: of a tape. -> its number.
         """
         c, parts, sent = 0 if prompts is None else len(prompts.write), list[dict[str, Any]](), list[Tensor]()
         for layout, own in ((answers, slice(c, None)), (prompts, slice(c))):
             header, tensors = ({}, []) if layout is None else describe_layout(layout)
-            told = [] if layout is None else [tokens[own], positions[own], *tensors]
+            mine = [] if layout is None else [tokens[own], positions[..., own], *tensors]
             runs = [] if layout is None or layout.states is None else [list(run) for run in layout.states.runs]
-            parts.append({"layout": header, "tensors": len(told), "runs": runs})
-            sent += told
+            parts.append({"layout": header, "tensors": len(mine), "runs": runs})
+            sent += mine
         copies = [*self._copies]
         self._copies.clear()
-        return self.announce_pass("halves", *sent, parts=parts, records=width, copies=copies)
+        widths, numbers = describe_features(seen)
+        told = {"parts": parts, "records": width, "copies": copies, "seen": widths}
+        number = self.announce_pass("halves", *sent, *numbers, **told)
+        for rank in range(self.half, self.size):
+            send_features(seen, partial(self.compute.send, to=rank))
+        return number
 
     def wait_for_prefill(self, tape: RoutingTape | None) -> Tensor | None:
         """Its keys and values exist. -> the experts that its tokens went to, if they are recorded."""
@@ -136,14 +145,14 @@ class SplitModel(LeadsRanks, LoadedModel):
             hidden = torch.zeros(len(tokens), self.head.weight.shape[1], dtype=self.dtype)
             routes: list[Tensor] = []
             if not lead.shares_pools(layout):  # of what is scored, which is all prompt
-                number = lead.send_pass(tokens, positions, layout, answers=True, records=width)
-                hidden = LoadedModel.hidden_states(self, tokens, positions, layout)
+                number = lead.send_pass(tokens, positions, layout, seen, answers=True, records=width)
+                hidden = LoadedModel.hidden_states(self, tokens, positions, layout, None, seen)
             else:
                 prompts, rest = split_layout(layout, c)
-                number = lead.start_halves(tokens, positions, rest, prompts, width)
+                number = lead.start_halves(tokens, positions, rest, prompts, width, seen)
                 if rest is not None:
                     own = None if tape is None else tape.repeated()
-                    hidden[c:] = LoadedModel.hidden_states(self, tokens[c:], positions[c:], rest, own)
+                    hidden[c:] = LoadedModel.hidden_states(self, tokens[c:], positions[..., c:], rest, own)
                     routes = [] if own is None else [own.recorded_routes]
             theirs = lead.wait_for_prefill(tape) if c else None
             if tape is not None:
