@@ -149,7 +149,9 @@ def _steps(folder: Path) -> dict[str, float]:
         ),
         "rate": statistics.median(rates),
         "k3": max(e["metrics"].get("train/mismatch_k3_lag_0", 0.0) for e in done),
-        "changed": statistics.mean(e["metrics"].get("train/weights_changed", 0.0) for e in done),  # 0 where float16 overflowed
+        "changed": statistics.mean(
+            e["metrics"].get("train/weights_changed", 0.0) for e in done
+        ),  # 0 where float16 overflowed
         "train": statistics.median(e["seconds"]["train"] for e in done),
     }
 

@@ -67,7 +67,7 @@ def test_one_joins_after_step_3_and_leaves_three_steps_later(tmp_path, monkeypat
     drawn = [path for path in (tmp_path / "wal" / "engine-1").iterdir() if os.stat(path).st_size > 200]
     assert len(drawn) >= 2, "it has written, under several versions"
     assert all(e["probe_gap"] < 1e-3 for e in events(tmp_path, "Synced"))
-    logs = {path.name for path in (tmp_path / "logs").iterdir()}
+    logs = {path.name for path in (tmp_path / "logs").glob("*")}  # an actor of Ray writes elsewhere
     assert tp == 1 or {f"engine-{i}-rank-1.log" for i in range(2)} <= logs
     assert not [pid for pid in filter(str.isdigit, os.listdir("/proc")) if _writes_below(pid, tmp_path)]
 

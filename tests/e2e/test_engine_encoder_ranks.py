@@ -14,14 +14,13 @@ import pytest
 
 from kits import engine as plain
 from kits.engine import all_of, engine, idle, prompt, twin, watched
-from kits.engine_ranks import EncodedEngines, end_ranks, same_answers, whole
+from kits.engine_ranks import EncodedEngines, RankedEngines, end_ranks, same_answers, whole
 from kits.sweeps import covering
 from kits.sync import Publisher, wrote
 from kits.vision import EYES, MUTUAL, ask, image, model, picture_requests, stream
-from rondel.core.errors import ConfigError, EngineError, SyncError
+from rondel.core.errors import EngineError, SyncError
 from rondel.core.types import Begin, Completion
 from rondel.models.save import save_model
-from rondel.models.serving_part import refuse_part
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.update import WeightUpdate
 
@@ -176,9 +175,26 @@ def test_without_an_encoder_the_first_rank_looks(cut):
     assert e.runner.eyes.looked == 2
 
 
-def test_a_process_for_prompts_alone_looks_at_no_pictures():
-    with pytest.raises(ConfigError, match=r"a process for prompts looks at no pictures\. Use one process instead"):
-        refuse_part(model("qwen2_5_vl"), 2, whole=True, experts_apart=False)
+@pytest.fixture(scope="module", params=[2, 4])
+def halves(request, tmp_path_factory):
+    """Prompts computed by one process, or by two that share every matrix."""
+    made = RankedEngines(tmp_path_factory.mktemp("halves"), tp=request.param, prefill=True)
+    yield made
+    made.close()
+    assert made.ended == []
+
+
+# features between layers and M-RoPE; states beside them, tiles and tokens that see each other in the sweeps
+@pytest.mark.parametrize("kind", covering([*EYES, MUTUAL], ["qwen3_vl"]))
+def test_who_computes_prompts_reads_what_the_first_rank_saw(halves, kind):
+    """Beside requests that decode, again from the prefix cache, when it is scored, and under new weights of the tower."""
+    m, settings = model(kind), {"prefill_tokens": 7, "kv_pages": 512}
+    e = watched(halves.of(partial(model, kind), transports={"ipc": FromIpc()}, **settings))
+    trainer = Publisher(twin(m), transport=FromIpc())
+    as_one_process(e, m, **settings)
+    assert e.runner.eyes.looked > 0
+    updated(e, trainer, 1, **settings)
+    trainer.transport.close()
 
 
 def test_a_rank_that_is_killed_beside_an_encoder_is_named(tmp_path):

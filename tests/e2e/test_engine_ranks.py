@@ -466,17 +466,21 @@ def experts_in_halves(tmp_path_factory):
     assert made.ended == []
 
 
+STATES = ("lfm2", "qwen3_next", "falcon_h1")
 PROMPTS_APART = [
-    *(("apart", kind) for kind in ("llama", "deepseek_v3", "qwen3_moe")),
-    *(("halves", kind) for kind in ("llama", "one_key", "untied", "deepseek_v3", "qwen3_moe")),
+    *(("apart", kind) for kind in ("llama", "deepseek_v3", "qwen3_moe", *STATES)),
+    *(("halves", kind) for kind in ("llama", "one_key", "untied", "deepseek_v3", "qwen3_moe", "qwen3_next")),
     ("experts_in_halves", "qwen3_moe"),
 ]
 
 
-# latents and routes; keys and values: a run whose process of its prompts is killed, below; and key heads that two share
+# latents and routes; keys and values: a run whose process of its prompts is killed, below; key heads that two share; states
 @pytest.mark.parametrize(
     ("engines_of", "kind"),
-    covering(PROMPTS_APART, [("apart", "deepseek_v3"), ("halves", "one_key"), ("halves", "qwen3_moe")]),
+    covering(
+        PROMPTS_APART,
+        [("apart", "deepseek_v3"), ("halves", "one_key"), ("halves", "qwen3_moe"), ("halves", "qwen3_next")],
+    ),
 )
 def test_prompts_computed_elsewhere(request, engines_of, kind, tmp_path):
     """What one process writes, whatever decodes beside the prompts; of one request after another the bits of the same
@@ -562,9 +566,10 @@ def test_each_half_pulls_its_own_parts_and_proves_them(halves):
     trainer.close()
 
 
-def test_prompts_elsewhere_need_a_cache_that_can_be_shared(apart):
-    with pytest.raises(ConfigError, match="recurrent states of 'random-lfm2' are not shared between processes"):
-        apart.of("lfm2")
+def test_prompts_elsewhere_need_a_cache_that_can_be_shared(apart, monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(ConfigError, match=r"this system has no memory without a name \(memfd\). Leave it out"):
+        apart.of("llama")
 
 
 # -- a rank that ends ----------------------------------------------------------------------------

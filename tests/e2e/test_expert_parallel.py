@@ -19,7 +19,7 @@ from kits.vision import groups_with_images
 from kits.vision import model as looking
 from rondel.core.config.place import PlaceConfig
 from rondel.core.errors import RondelError
-from rondel.core.mesh import Mesh
+from rondel.core.mesh import AXES, Mesh
 from rondel.core.row_split import PRODUCTS, deal_row
 from rondel.models.expert_parallel import _compute_some
 from rondel.train.pack import micro_batches
@@ -111,6 +111,24 @@ BESIDE = [(mesh, routes) for mesh in SHARED for routes in ("own", "starved")]
 def test_beside_other_axes_they_have_it_too(ranks, one, mesh, routes):
     """And whole, where a stage of a pipeline repeats the routes of its own layers."""
     same_gradient(ranks(mesh), "mixtral", routes, *one("mixtral", routes))
+
+
+def test_experts_are_gathered_ahead_with_their_layer(ranks, one):
+    """They are sharded by themselves. In the forward pass those of the first layer, too; the gradient stays what it is."""
+    algo, _, (b, whole) = one("mixtral", "own")
+    every = ranks(Mesh(shards=4, ep=2, prefetch=1))
+    every.make("mixtral", algo=algo)
+    for told in every.gathered_ahead(copy.deepcopy(b), algo):
+        first, second = "model.layers.0", "model.layers.1"
+        assert told["forward"] == [f"{first}.mlp.experts", second, f"{second}.mlp.experts"]
+        assert {first, f"{first}.mlp.experts"} <= {*told["backward"]}
+    for got in every.gradient(copy.deepcopy(b), algo):
+        assert apart(got, whole) <= 1e-6
+
+
+def test_every_axis_is_compared_beside_experts_that_lie_apart():
+    told = [mesh for mesh in (EP, *SHARED, *TWINS) if mesh.ep > 1]
+    assert [axis for axis in AXES if not any(getattr(mesh, axis) > 1 for mesh in told)] == []
 
 
 BOTH = [(mesh, kind, routes) for mesh in TWINS for kind in KINDS for routes in ("own", "starved")]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from kits.vision import model as looking
 from rondel.algos.table import TABLE
 from rondel.cli import main
 from rondel.core.errors import RondelError
-from rondel.core.mesh import Mesh
+from rondel.core.mesh import AXES, Mesh
 from rondel.core.types import Score
 from rondel.models.save import save_model
 from rondel.train.annotate import compute_advantages
@@ -38,6 +39,8 @@ PAIRS = [
     Mesh(pp=2, shards=2),
     Mesh(pp=2, tp=2),
     Mesh(pp=2, cp=2),
+    Mesh(pp=2, replicas=2),
+    Mesh(replicas=2, cp=2),
 ]
 FAMILIES = ("llama", "tied", "qwen3", "gemma2", "qwen3_5_text", "lfm2", "mixtral", "deepseek_v3", "gpt_oss")
 CASES = [  # what each axis changes: all of them through tp; through cp who sees whom, and who keeps a state
@@ -118,12 +121,18 @@ BOTH = [
 
 @pytest.mark.parametrize(
     ("mesh", "kind"),
-    covering(BOTH, [(PAIRS[0], "mixtral"), (PAIRS[7], "mixtral")]),
+    covering(BOTH, [(Mesh(cp=2, tp=2), "mixtral"), (Mesh(pp=2, cp=2), "mixtral")]),
     ids=str,
 )  # shards beside tp, cp, pp and replicas: with experts apart in test_expert_parallel.py; replicas beside cp:
 # test_flow_mesh.py; pp beside tp: test_async_tp.py, and its weights below
 def test_two_axes_together_have_it_too(ranks, one, mesh, kind):
     _same_gradient(ranks(mesh), kind, *one(kind), 1e-6)
+
+
+def test_every_pair_of_axes_is_compared():
+    """Beside experts that lie apart: test_expert_parallel.py."""
+    told = {frozenset(axis for axis in AXES if getattr(mesh, axis) > 1) for mesh in PAIRS}
+    assert told == {frozenset(pair) for pair in combinations(AXES, 2)}
 
 
 TRAVELS = [
@@ -358,7 +367,7 @@ SHARING = [
     PP,
     replace(CP, cp_attention="ring"),
     *PAIRS[:3],
-    *PAIRS[5:],
+    *PAIRS[5:8],
     Mesh(tp=4),
 ]
 

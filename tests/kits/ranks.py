@@ -209,6 +209,16 @@ class Rank:
         t.weights.gradient_norm()
         return self._whole(t.weights, [torch.zeros_like(m) if m.grad is None else m.grad for m in t.weights.masters])
 
+    def gathered_ahead(self, b, algo) -> dict[str, list[str]]:
+        """Modules whose weights are asked for while another one computes, in the passes of one update."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
+            self.gradient(b, algo)
+        labels = {event.key.partition("_prefetch for ") for event in watched.key_averages()}
+        return {
+            way: sorted(name for of, cut, name in labels if cut and of == f"FSDP::{way}")
+            for way in ("forward", "backward")
+        }
+
     def limit_logits(self, entries: int) -> None:
         """Of a chunk."""
         logprobs.LOGITS = entries

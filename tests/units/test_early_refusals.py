@@ -16,6 +16,7 @@ from rondel.assemble.format_refusals import ROW_SCALES, TENSOR_SCALES, refuse_fo
 from rondel.assemble.rows import rows_of
 from rondel.checks.layout_check import check_layouts
 from rondel.checks.recipe_check import _check_reward_device, check
+from rondel.core.config.place import PlaceConfig
 from rondel.core.errors import ConfigError
 from rondel.formats import FORMATS
 from rondel.models.weight_formats import apply_format
@@ -98,13 +99,14 @@ def test_a_check_says_which_blocks_ranks_would_cut(tmp_path, name, mesh, said):
         (partial(whole, "llama"), {"dp": 2, "ep": 2}, "has no experts"),
         (partial(whole, "llama"), {"tp": 2, "ep": 2}, "leave ep out"),
         (partial(whole, "llama"), {"encoders": 1}, "the model reads text alone. Leave out encoders"),
-        (vision_model, {"prefill": True}, "a process for prompts looks at no pictures"),
+        (vision_model, {"prefill": True}, ""),
         (vision_model, {"tp": 2, "encoders": 1}, ""),
     ],
 )
 def test_a_check_says_what_processes_of_an_engine_would_refuse(tmp_path, load, engines, said):
     found = layouts(tmp_path, load(), place__engines=engines)
-    assert found.ok == (not said) and (said or "place.engines: tp = 2, encoders = 1: heads") in found.message
+    sizes = PlaceConfig(kind="split", engines=engines).engine_sizes
+    assert found.ok == (not said) and (said or f"place.engines: {sizes}: heads") in found.message
 
 
 def test_a_check_says_that_a_reward_cannot_leave_its_device(tmp_path):

@@ -150,7 +150,7 @@ def join_ranks(
         each = size // 2
         half, whole = ("answers", "prompts")[rank // each], each == 1
         ranks = meeting.make_group(half, rank % each, each, device=device, patience=patience)
-    part = cut_for_serving(loaded, ranks, device, whole=whole, experts_apart=experts_apart, prompts=prefill)
+    part = cut_for_serving(loaded, ranks, device, whole=whole, experts_apart=experts_apart)
     if not whole or requests_apart:
         check_part(part, expected)
     return part, CommandChannel(control), compute

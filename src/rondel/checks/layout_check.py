@@ -39,7 +39,7 @@ def _check_engine(job: Job, loaded: LoadedModel) -> None:
     if (size := p.engine_processes - p.engine_encoders) > 1:
         apart = p.engine_dp > 1
         whole = apart or p.engine_tp == 1
-        refuse_part(loaded, size, whole=whole, experts_apart=p.engine_experts_apart, prompts=p.engine_prefill)
+        refuse_part(loaded, size, whole=whole, experts_apart=p.engine_experts_apart)
         check_tensor_parallel(loaded.model, p.engine_tp, "engines of one process")
         if p.engine_experts_apart:
             check_experts(loaded.model, p.engine_tp * p.engine_dp, SEVERAL if apart else "leave ep out")

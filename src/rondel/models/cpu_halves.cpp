@@ -14,7 +14,7 @@ constexpr int64_t MOST_ROWS = 640;  // that are multiplied with one panel
 constexpr int64_t LEAST_ROWS = 96;  // for which a panel is worth filling
 constexpr int64_t LEAST_TILES = 8;  // of outputs of a weight's gradient for which one is
 constexpr int64_t JOBS = 8;         // for each thread, if there can be as many: the last ones are not waited for long
-constexpr int64_t CHAIN = 512;      // words of a column whose products are one sum
+template <class T> constexpr int64_t CHAIN = 256 * JOINED<T>;  // words of a column whose products are one sum
 constexpr int64_t NORM_ROWS = 64;   // of a norm whose share of the weight's gradient is summed one after the other
 
 template <class T> struct Product {  // addresses; 0 for what is not there
@@ -85,9 +85,9 @@ inline void add_weight_gradient(const T *grad, const T *x, int64_t rows, int64_t
             for (int64_t r = 0; r < outputs; r++)  // from memory while the sums are taken: their rows are far apart
                 for (int64_t i = 0; i < columns; i += HALF) __builtin_prefetch(first + r * in + i, 1);
             const T *own = grad + tile * words * J * TILE;
-            tile_sums<T, TILE, TILE>(own, J, panel, std::min(words, CHAIN), sums);
-            for (int64_t k = CHAIN; k < words; k += CHAIN) {
-                tile_sums<T, TILE, TILE>(own + k * J * TILE, J, panel + k * J * WIDTH, std::min(words - k, CHAIN), more);
+            tile_sums<T, TILE, TILE>(own, J, panel, std::min(words, CHAIN<T>), sums);
+            for (int64_t k = CHAIN<T>; k < words; k += CHAIN<T>) {
+                tile_sums<T, TILE, TILE>(own + k * J * TILE, J, panel + k * J * WIDTH, std::min(words - k, CHAIN<T>), more);
                 for (int64_t i = 0; i < TILE * WIDTH; i++) sums[i] += more[i];
             }
             for (int64_t r = 0; r < outputs; r++) {

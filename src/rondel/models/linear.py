@@ -52,6 +52,7 @@ from rondel.models.torch_library import LIBRARY
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 ROWS = 8192  # of a vocabulary's gradient that are computed at a time: 19 MB at D = 576
 BLOCK = 64  # rows of each product under `equal_blocks`
+RUN = 256  # tokens whose products are one sum in the gradient of a weight
 # of a product that one kernel of oneDNN computes on AVX2; those of a narrower rest have other bits (3.10 in fp32, of 4 or
 # more rows), and weights that lie below each other would move the rest
 COLUMNS = 16
@@ -146,7 +147,7 @@ def _adds_by_tiles(main: Tensor, a: Tensor, b: Tensor) -> bool:
     """Whether `add_product` goes by tiles: oneDNN takes 1.2 to 1.3 times as long for a vocabulary in fp32, and gives a
     product in bfloat16 rounded, which is to be added then.
     """
-    plain = all(type(x) in (nn.Parameter, Tensor) for x in (main, a, b)) and main.dtype == torch.float32
+    plain = _is_plain_on_cpu(main, a, b) and main.dtype == torch.float32
     fits = plain and a.dtype == b.dtype in (torch.float32, torch.bfloat16)
     return fits and main.is_contiguous() and a.stride(1) == 1 and has_tiles() and has_kernels(a, b)
 
@@ -171,16 +172,31 @@ class LinearProduct(torch.autograd.Function):
 
 def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """grad [N, O]ᵀ @ x [N, I]: added to the optimizer's accumulator in fp32 where there is one (-> None), else
-    returned.
+    returned. On a CPU no sum in fp32 is longer than some hundred products: rounding grows with the root of its length.
     """
-    if (main := main_grad(weight)) is None:
-        return matmul(grad.t(), x)
-    grad, x = grad.float(), x.float()
-    if knows_mkl():
-        main.addmm_(grad.t(), x)  # three quarters of the time of the product and the sum
-    else:
-        main.add_(_mkldnn_linear(grad.t(), x.t(), None))
+    main = main_grad(weight)
+    if main is None:
+        if not _is_plain_on_cpu(grad, x) or grad.dtype != torch.float32 or x.dtype != torch.float32:
+            return matmul(grad.t(), x)
+        total = grad.new_zeros(grad.shape[1], x.shape[1])
+        _add_weight_gradient(total, grad, x)
+        return total
+    _add_weight_gradient(main, grad.float(), x.float())
     return None
+
+
+def _add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    if knows_mkl():
+        total.addmm_(grad.t(), x)  # three quarters of the time of the product and the sum
+    elif _adds_by_tiles(total, grad, x):
+        add_weight_gradient(total, grad, x)
+    else:  # oneDNN adds up a thousand products one after the other
+        for own, rows in zip(grad.split(RUN), x.split(RUN)):
+            total.add_(_mkldnn_linear(own.t(), rows.t(), None))
+
+
+def _is_plain_on_cpu(*tensors: Tensor) -> bool:
+    return all(type(x) in (nn.Parameter, Tensor) and x.is_cpu for x in tensors)
 
 
 def as_base_tensor(out: Tensor) -> Tensor:

@@ -74,7 +74,6 @@ def cut_for_serving(
     *,
     whole: bool = False,
     experts_apart: bool = False,
-    prompts: bool = False,
 ) -> ServingPart:
     """Keep this rank's part of a model that lies whole on the host or is still in its checkpoint. -> the part, on
     `device`.
@@ -82,9 +81,8 @@ def cut_for_serving(
     whole          every rank keeps all of it: they share passes, and not matrices
     experts_apart  experts of a mixture are not cut: each lies whole on one rank. With `whole` the ranks have rows of
                    their own, which travel to them
-    prompts        others compute the prompts
     """
-    refuse_part(loaded, ranks.size, whole=whole, experts_apart=experts_apart, prompts=prompts)
+    refuse_part(loaded, ranks.size, whole=whole, experts_apart=experts_apart)
     model = loaded.model
     module, checkpoint = _shapes_of(names.named_weights(model)), _checkpoint_shapes(model)
     vocabulary, token_count = loaded.vocabulary, loaded.token_count
@@ -154,13 +152,11 @@ def _checkpoint_shapes(model: nn.Module) -> TensorShapes:
         return {}
 
 
-def refuse_part(loaded: LoadedModel, size: int, *, whole: bool, experts_apart: bool, prompts: bool = False) -> None:
+def refuse_part(loaded: LoadedModel, size: int, *, whole: bool, experts_apart: bool) -> None:
     """ConfigError for a model that `cut_for_serving` does not take, whatever its sizes."""
     cuts_attention = not (whole and experts_apart)
-    for_prompts = prompts or (whole and not experts_apart)
     for found, what in (
         (loaded.adapter is not None, "an adapter cannot be cut"),
-        (for_prompts and loaded.sight is not None, "a process for prompts looks at no pictures"),
         (loaded.aligned, 'numerics = "aligned" is proved for whole matrices'),
         (cuts_attention and loaded.indexers > 0, "an indexer cannot be cut"),
         (cuts_attention and loaded.compressed, "compressed attention cannot be cut"),

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from itertools import chain
 from types import MethodType
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -388,10 +389,15 @@ class FsdpRank(SingleRank):
 
 
 def _prefetch(blocks: list[Any], ahead: int) -> None:
-    """Gather so many layers while the one before them computes, in either direction."""
+    """Gather so many layers while the one before them computes, in either direction; experts that are sharded by
+    themselves with their layer.
+    """
+    parts = [[part for part in block.modules() if isinstance(part, FSDPModule)] for block in blocks]
     for i, block in enumerate(blocks if ahead else ()):
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
+        own = parts[i][1:] if i == 0 else []  # nobody before the first layer gathers for it
+        block.set_modules_to_forward_prefetch([*own, *chain.from_iterable(parts[i + 1 : i + 1 + ahead])])
+        earlier = parts[max(0, i - ahead) : i]
+        block.set_modules_to_backward_prefetch([*chain.from_iterable(reversed(earlier))])
 
 
 def _gather_objects(value: Any, group: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from rondel.generate.engine.builtin.feature_exchange import receive_features
 from rondel.generate.engine.builtin.idle_pass import idle_pass
 from rondel.generate.engine.builtin.memory_release import MemoryRelease
 from rondel.generate.engine.builtin.rank_channel import receive_tensor
-from rondel.generate.engine.builtin.shared_pools import share_pools
+from rondel.generate.engine.builtin.shared_pools import copy_slots, share_cache
 from rondel.generate.engine.builtin.states import StateMemory
 from rondel.models.cache_pools import LayerPools
 from rondel.models.collectives import compared_columns
@@ -38,7 +38,7 @@ class EngineFollower:
         self.loaded, self.device = part.loaded, part.loaded.device
         self.resting = MemoryRelease(part.loaded, None, owns=True)
         self.keys, self.values = LayerPools(0), LayerPools(0)
-        self.states = StateMemory(0)
+        self.states: StateMemory = StateMemory(0)
         self._hidden: dict[int, Tensor] = {}  # by the number of the pass
 
     def follow(self) -> None:
@@ -75,7 +75,8 @@ class EngineFollower:
 
     @torch.inference_mode()
     def _forward(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
-        for source, target in facts["copies"]:
+        prompts = bool(facts.get("answers")) and self.half == 1
+        for source, target in () if prompts else facts["copies"]:
             self.states.copy_slot(source, target)
         tokens, positions, *rest = tensors
         seen, rest = receive_features(facts["seen"], rest, self.compute.broadcast, self.device)
@@ -87,7 +88,7 @@ class EngineFollower:
             layout.states = SlotStates(states, [tuple(run) for run in facts["runs"]], self.device)
         tape = _new_tape(self.loaded, facts.get("records"))
         self._compute(facts, tokens, positions, layout, tape, seen)
-        if facts.get("answers") and self.half:
+        if prompts:
             self._end_prefill(tape)
 
     @property
@@ -99,11 +100,20 @@ class EngineFollower:
     def _compute_half(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         """Of a step whose prompts one half of the ranks computes, and whose single tokens the other."""
         own, first = facts["parts"][self.half], facts["parts"][0]["tensors"] * self.half
+        each, prompts = self.part.cuts.ranks.size, facts["parts"][1]["tensors"]
+        copy_slots(self.states, facts["copies"], self.compute, each, read=prompts > 0)
         if not own["tensors"]:
             return
         tokens, positions, *rest = tensors[first : first + own["tensors"]]
+        seen = None
+        if self.half:
+            numbers, receive = tensors[first + own["tensors"] :], partial(self.compute.receive, source=0)
+            seen, _ = receive_features(facts["seen"], numbers, receive, self.device)
         tape = _new_tape(self.loaded, facts["records"])
-        self._compute(facts, tokens, positions, rebuild_layout(own["layout"], rest, self.keys, self.values), tape)
+        layout = rebuild_layout(own["layout"], rest, self.keys, self.values)
+        if own["runs"]:
+            layout.states = SlotStates(self.states, [tuple(run) for run in own["runs"]], self.device)
+        self._compute(facts, tokens, positions, layout, tape, seen)
         if self.half:
             self._end_prefill(tape)
 
@@ -175,7 +185,10 @@ class EngineFollower:
 
     def _share(self, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         """One cache with the rank of the other half that has the same key heads."""
-        self.keys, self.values = share_pools(self.loaded, facts["pages"], self.compute, self.part.cuts.ranks.size)
+        cache = share_cache(self.loaded, facts["pages"], facts["slots"], self.compute, self.part.cuts.ranks.size)
+        self.keys, self.values = cache.keys, cache.values
+        if cache.states is not None:
+            self.states = cache.states
 
     # -- memory ----------------------------------------------------------------------------------
 

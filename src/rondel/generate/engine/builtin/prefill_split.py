@@ -4,28 +4,32 @@
     answers   ranks 0 ... n-1    one token of every decoding request    │  read in place       │     and everything else
 A step takes as long as the longer of its two parts, where one half computes both in turn. The ranks of each half share
 every matrix (n = 1: each has the whole model), and rank n + i has the key heads of rank i, so that keys and values are
-handed over by being written. Both halves compute what is scored, such as the probe of an update: they must agree.
+handed over by being written, and so are recurrent states. Pictures are looked at by the first rank of all, and the
+half that computes prompts is told what it saw. Both halves compute what is scored, such as the probe of an update: they must agree.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rondel.core.errors import ConfigError, EngineError
+from rondel.generate.engine.builtin.feature_exchange import describe_features, send_features
 from rondel.generate.engine.builtin.lead_rank import LeadRank, LeadsRanks
 from rondel.generate.engine.builtin.pages import EngineCaches
 from rondel.generate.engine.builtin.rank_channel import raw_bytes
-from rondel.generate.engine.builtin.shared_pools import share_pools
+from rondel.generate.engine.builtin.shared_pools import share_cache
 from rondel.models.image_features import VisionFeatures
 from rondel.models.layout_message import describe_layout
 from rondel.models.load_check import PARITY
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.paged_layout import PagedLayout
+from rondel.models.recurrent.layout import SlotStates
 from rondel.models.routing_tape import RoutingTape
 
 
@@ -40,17 +44,20 @@ class PrefillLead(LeadRank):
         """The cache moves into memory that processes of both halves map."""
         loaded, pages, states = self.part.loaded, caches[0].pages, caches[0].states
         for found, what in (
-            (states is not None, f"recurrent states of '{loaded.name}' are not shared between processes"),
             (loaded.device.type != "cpu", "memory of a GPU is not shared between processes yet"),
             (not hasattr(os, "memfd_create"), "this system has no memory without a name (memfd)"),
         ):
             if found:
                 raise ConfigError(f"place.engines.prefill = true: {what}. Leave it out")
-        count = pages.keys.pages
+        count, slots = pages.keys.pages, 0 if states is None else states.memory.slots
+        copies = self._copies if self.half > 1 else None  # of others, whose ranks have parts of their own
         with self.together():
-            self.send("share", pages=count)
-            pages.keys, pages.values = share_pools(loaded, count, self.compute, self.half)
-        self._cache = pages.keys
+            self.send("share", pages=count, slots=slots)
+            cache = share_cache(loaded, count, slots, self.compute, self.half, copies)
+        self._cache = pages.keys = cache.keys
+        pages.values = cache.values
+        if states is not None and cache.states is not None:
+            states.memory = cache.states
 
     def shares_pools(self, layout: PagedLayout) -> bool:
         """Whether a pass writes into the cache, and not into pools of its own."""
@@ -63,17 +70,26 @@ class PrefillLead(LeadRank):
         answers: PagedLayout | None,
         prompts: PagedLayout | None,
         width: int | None,
+        seen: VisionFeatures | None,
     ) -> int:
-        """Announce one step: to one half its prompts, which come first, to the other the rest. `width`: of a tape.
-        -> its number.
+        """Announce one step: to one half its prompts, which come first, and what they read of pictures, to the other the
+        rest. `width`: of a tape. -> its number.
         """
         c, parts, sent = 0 if prompts is None else len(prompts.write), list[dict[str, Any]](), list[Tensor]()
         for layout, own in ((answers, slice(c, None)), (prompts, slice(c))):
             header, tensors = ({}, []) if layout is None else describe_layout(layout)
-            told = [] if layout is None else [tokens[own], positions[own], *tensors]
-            parts.append({"layout": header, "tensors": len(told)})
-            sent += told
-        return self.announce_pass("halves", *sent, parts=parts, records=width)
+            mine = [] if layout is None else [tokens[own], positions[..., own], *tensors]
+            runs = [] if layout is None or layout.states is None else [list(run) for run in layout.states.runs]
+            parts.append({"layout": header, "tensors": len(mine), "runs": runs})
+            sent += mine
+        copies = [*self._copies]
+        self._copies.clear()
+        widths, numbers = describe_features(seen)
+        told = {"parts": parts, "records": width, "copies": copies, "seen": widths}
+        number = self.announce_pass("halves", *sent, *numbers, **told)
+        for rank in range(self.half, self.size):
+            send_features(seen, partial(self.compute.send, to=rank))
+        return number
 
     def wait_for_prefill(self, tape: RoutingTape | None) -> Tensor | None:
         """Its keys and values exist. -> the experts that its tokens went to, if they are recorded."""
@@ -129,17 +145,14 @@ class SplitModel(LeadsRanks, LoadedModel):
             hidden = torch.zeros(len(tokens), self.head.weight.shape[1], dtype=self.dtype)
             routes: list[Tensor] = []
             if not lead.shares_pools(layout):  # of what is scored, which is all prompt
-                number = lead.send_pass(tokens, positions, layout, answers=True, records=width)
-                hidden = LoadedModel.hidden_states(self, tokens, positions, layout)
+                number = lead.send_pass(tokens, positions, layout, seen, answers=True, records=width)
+                hidden = LoadedModel.hidden_states(self, tokens, positions, layout, None, seen)
             else:
-                prompts = PagedLayout(layout.keys, layout.values, layout.write[:c], layout.chunks) if c else None
-                rest = None
-                if layout.decoding is not None:
-                    rest = PagedLayout(layout.keys, layout.values, layout.write[c:], [], layout.decoding)
-                number = lead.start_halves(tokens, positions, rest, prompts, width)
+                prompts, rest = split_layout(layout, c)
+                number = lead.start_halves(tokens, positions, rest, prompts, width, seen)
                 if rest is not None:
                     own = None if tape is None else tape.repeated()
-                    hidden[c:] = LoadedModel.hidden_states(self, tokens[c:], positions[c:], rest, own)
+                    hidden[c:] = LoadedModel.hidden_states(self, tokens[c:], positions[..., c:], rest, own)
                     routes = [] if own is None else [own.recorded_routes]
             theirs = lead.wait_for_prefill(tape) if c else None
             if tape is not None:
@@ -170,3 +183,21 @@ class SplitModel(LeadsRanks, LoadedModel):
                 f"the process of prompts and the one that decodes score a text differently, by {gap:.3g} nats a token "
                 f"(limit {PARITY[self.dtype]}): one of them has other weights"
             )
+
+
+def split_layout(layout: PagedLayout, c: int) -> tuple[PagedLayout | None, PagedLayout | None]:
+    """Of a step whose first `c` tokens are prompts: theirs, and that of the single tokens behind them."""
+    prompts, rest = None, None
+    if c:
+        prompts = PagedLayout(layout.keys, layout.values, layout.write[:c], layout.chunks)
+    if layout.decoding is not None:
+        rest = PagedLayout(layout.keys, layout.values, layout.write[c:], [], layout.decoding)
+    if (states := layout.states) is not None:
+        device = layout.write.device
+        early = [run for run in states.runs if run[0] < c]
+        late = [(start - c, n, slot, fresh) for start, n, slot, fresh in states.runs if start >= c]
+        if prompts is not None:
+            prompts.states = SlotStates(states.pools, early, device)
+        if rest is not None:
+            rest.states = SlotStates(states.pools, late, device)
+    return prompts, rest

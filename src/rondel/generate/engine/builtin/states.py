@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -49,6 +50,11 @@ class StateMemory:
                 pool = torch.zeros(shape, dtype=rule.state_dtype, device=device)
             self._pools[layer, rule.name] = pool
         return self._pools[layer, rule.name]
+
+    @property
+    def pools(self) -> Mapping[tuple[int, str], Tensor]:
+        """By layer and name of its rule, those that a layer has asked for."""
+        return self._pools
 
     def copy_slot(self, source: int, target: int) -> None:
         for pool in self._pools.values():
