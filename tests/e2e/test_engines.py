@@ -114,7 +114,7 @@ class Trainer:
 
 
 def test_tokens_logprobs_and_versions_over_http_are_those_of_the_model(url, folder, tmp_path):
-    """Samples in flight over two updates: every token's logprob is that of the weights whose version it has."""
+    """Samples in flight over several updates: every token's logprob is that of the weights whose version it has."""
 
     async def work():
         trainer = Trainer(folder, tmp_path / "weights")
@@ -126,10 +126,12 @@ def test_tokens_logprobs_and_versions_over_http_are_those_of_the_model(url, fold
         models, moved[0] = {1: twin(trainer.loaded)}, True
         requests = [ask(prompt(g, 9), key=100 * g + i, n=150, temperature=0.8) for g in range(3) for i in range(3)]
         tasks = [asyncio.create_task(e.generate(r)) for r in requests]
-        for version in (2, 3):
-            await asyncio.sleep(0.25)
-            assert await update(trainer, e) == version
-            models[version] = twin(trainer.loaded)
+        last = 1
+        while last < 3 or (last < 9 and not all(task.done() for task in tasks)):  # however fast this machine is
+            await asyncio.sleep(0.1)
+            last += 1
+            assert await update(trainer, e) == last
+            models[last] = twin(trainer.loaded)
         done = await asyncio.gather(*tasks)
         assert any(len(set(c.versions)) > 1 for c in done)
         for r, c in zip(requests, done):
@@ -140,7 +142,7 @@ def test_tokens_logprobs_and_versions_over_http_are_those_of_the_model(url, fold
             }
             assert max(abs(lp - exact[v][i]) for i, (lp, v) in enumerate(zip(c.logprobs, c.versions))) < 1e-4
         again = await e.generate(requests[0])
-        assert again.versions == [3] * 150 and (await e.generate(requests[0])).tokens == again.tokens  # its key decides
+        assert again.versions == [last] * 150 and (await e.generate(requests[0])).tokens == again.tokens  # its key decides
         assert len({tuple((await e.generate(ask(prompt(1, 9), key=k, n=12))).tokens) for k in range(5)}) == 5
         greedy = ask(prompt(2, 9), n=6, temperature=0.0)
         assert (await e.generate(greedy)).tokens == (await e.generate(greedy)).tokens
