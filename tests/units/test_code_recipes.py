@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kits.repositories import environment, has_walls, read_by_policy, scripted_chat, the_task
+from kits.repositories import environment, needs_walls, read_by_policy, scripted_chat, the_task
 from rondel.core.config.job import Job
 from rondel.core.registry import import_attribute
 from rondel.core.types import Task, Trajectory
@@ -25,7 +25,6 @@ TINY = {
     "loop.steps": 1, "loop.groups_per_step": 1, "algo.group_size": 2, "engine.sampling.max_tokens": 4, "task.eval.n": 1,
     "task.data.holdout": 1, "place.threads": 1, "run.sinks": [], "trainer.micro_tokens": 4096,
 }  # fmt: skip
-needs_walls = pytest.mark.skipif(not has_walls(), reason="nothing would contain the code")
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,10 @@ import signal
 import pytest
 
 from kits.chat import Engine, chat, tokenizer
+from kits.repositories import needs_walls
 from kits.runs import context
 from kits.token_log import serving
-from rondel.core.errors import EnvError, SandboxError
+from rondel.core.errors import EnvError
 from rondel.core.types import Sampling, Task, sample_key
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.episode import EpisodeState
@@ -22,18 +23,9 @@ from rondel.generate.envs.python import python_tool
 from rondel.generate.envs.tools import Tools
 from rondel.runtime.journal.command_log import EpisodeCommandLog
 from rondel.runtime.sandbox.box import Sandbox
-from rondel.runtime.sandbox.probe import find_isolation
 
 TASK = Task("t/1", "notes", {"prompt": "go"})
 KEY = sample_key(0, 5, 2)
-
-
-def has_walls() -> bool:
-    try:
-        find_isolation()
-    except SandboxError:
-        return False
-    return True
 
 
 def test_a_command_that_ends_otherwise_is_a_fault_and_another_command_is_another_way(tmp_path):
@@ -141,7 +133,7 @@ def in_a_process(folder, moment):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_walls(), reason="nothing would contain the code")
+@needs_walls
 def test_an_episode_that_is_killed_goes_on_to_the_same_folder_and_the_same_tokens(tmp_path):
     """kill -9 before a command, behind one that is not logged, and behind one that is: as if it never was."""
     live(tmp_path, None)

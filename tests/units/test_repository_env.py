@@ -18,7 +18,7 @@ from kits.repositories import (
     SUMS,
     TERMINAL_BENCH,
     environment,
-    has_walls,
+    needs_walls,
     read_by_policy,
     scripted_chat,
     sums_task,
@@ -40,7 +40,6 @@ from rondel.generate.envs.repository.workspace import command_text, open_workspa
 from rondel.runtime.journal.command_log import EpisodeCommandLog
 from rondel.runtime.sandbox.box import Sandbox
 
-needs_walls = pytest.mark.skipif(not has_walls(), reason="nothing would contain the code")
 PLAIN = 'test = "python3 check.py"\nreport = "exit"\nprotected = ["check.py"]\nseconds = 20\n'  # without pytest: quick
 CHECK = "from sums import add\nassert add(5, 3) == 8\n"
 

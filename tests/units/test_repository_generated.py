@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from kits.repositories import has_walls
+from kits.repositories import needs_walls
 from kits.sweeps import covering
 from rondel.cli.tasks import TaskFamily, run
 from rondel.core.errors import DataError, UserError
@@ -134,7 +134,7 @@ def test_the_command_says_what_is_missing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_walls(), reason="nothing would contain the code")
+@needs_walls
 @pytest.mark.parametrize("twice", covering([False, True], [False]))
 def test_tasks_of_a_package_are_good_and_equal_for_a_seed(tmp_path, monkeypatch, twice):
     write_tree(FILES, tmp_path / "small-1.0")

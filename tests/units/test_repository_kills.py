@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from kits.repositories import has_walls
+from kits.repositories import needs_walls
 from kits.repository_kills import found_in, life, make_folder
 from kits.runs import context
 
@@ -23,7 +23,7 @@ def in_a_process(folder, at):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_walls(), reason="nothing would contain the code")
+@needs_walls
 def test_kills_at_random_places_leave_no_trace(tmp_path):
     """All of one episode, each in the life that goes on from the one before."""
     folder = make_folder(tmp_path)
