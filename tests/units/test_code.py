@@ -481,11 +481,11 @@ COLLIDES = PROTOCOL + "answer({'%s': [%s for n in range(33000)]})"
 @pytest.mark.parametrize(
     ("answer", "tests"),
     [
-        ("def f(x):\n    while True: pass", [f"assert f({n}) == {n * n}" for n in range(4)]),
-        ("while True: pass", [{"input": "", "output": "1"}] * 4),
-        (COLLIDES % ("s", "{'i': hex(n * (2**61 - 1))}"), [{"call": [2], "expected": 4}] * 4),
+        ("def f(x):\n    while True: pass", [f"assert f({n}) == {n * n}" for n in range(6)]),
+        ("while True: pass", [{"input": "", "output": "1"}] * 6),
+        (COLLIDES % ("s", "{'i': hex(n * (2**61 - 1))}"), [{"call": [2], "expected": 4}] * 6),
         pytest.param(
-            COLLIDES % ("z", "{'i': hex(n * (2**61 - 1))}"), ["assert f(2) == 4"] * 4, marks=pytest.mark.sweep
+            COLLIDES % ("z", "{'i': hex(n * (2**61 - 1))}"), ["assert f(2) == 4"] * 6, marks=pytest.mark.sweep
         ),  # as the one before
     ],
 )
@@ -493,7 +493,7 @@ def test_time_that_an_answer_takes_is_its_own(answer, tests):
     """The reference, which is slow itself, is not tried in what is left of it, nor does
     what an answer says cost time elsewhere.
     """
-    with RewardPool({"kind": "code", "seconds": 0.8, "packages": []}, timeout=2.5, lends=LENDS) as pool:
+    with RewardPool({"kind": "code", "seconds": 0.8, "packages": []}, timeout=4.0, lends=LENDS) as pool:
 
         def score(text, tests, reference):
             return asyncio.run(pool.score(Trajectory(text=text), task(tests, answer=reference, entry_point="f")))
