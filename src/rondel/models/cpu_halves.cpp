@@ -29,11 +29,12 @@ template <class T> struct Product {  // addresses; 0 for what is not there
 
 inline int64_t parts_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-// in how many parts the work of each of `count` panels is shared out, each of `most` parts at most
+// into how many parts, at most `most`, the work with each of `count` panels is cut, so that all threads have jobs
 inline int64_t shares_of(int64_t count, int64_t most) {
     return std::max<int64_t>(1, std::min(most, parts_of(JOBS * omp_get_num_threads(), count)));
 }
 
+// of rows: each fills the panel for itself
 inline int64_t blocks_of(int64_t rows, int64_t count) {
     return std::max(parts_of(rows, MOST_ROWS), shares_of(count, parts_of(rows, LEAST_ROWS)));
 }

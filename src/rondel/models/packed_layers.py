@@ -63,7 +63,6 @@ class PackedLayers:
         self._fits: bool | None = None if self._layers and all(_is_plain(layer) for layer in self._layers) else False
         self._stamp: list[Stamp] = []
         self._held: list[list[Tensor | None]] = []  # of each layer, in the order of LayerParts
-        self._addresses: list[list[int]] = []  # of what is held
         self._rules: list[ScoreRule] = []
         if self._fits is None:
             loaded.model.packed_layers = self  # who frees packed copies finds it there (models/linear.py)
@@ -94,7 +93,7 @@ class PackedLayers:
 
     def drop_packed(self) -> None:
         """Until the next use."""
-        self._stamp, self._held, self._addresses = [], [], []
+        self._stamp, self._held = [], []
 
     def __deepcopy__(self, memo: Any) -> None:
         return None  # what is packed belongs to the weights it was packed from
@@ -109,11 +108,10 @@ class PackedLayers:
         if (stamp := [stamp_of(p) for p in weights]) != self._stamp:
             if not self._held and not has_spare_memory(weights):
                 return False
-            self.drop_packed()
+            self._held = []
             for copies in (copies for layer in self._layers for copies in packed_linears(layer)):
                 copies.drop_packed()  # made by a pass through the modules, as when the model was loaded
             self._held = _packed_layers(self._layers)
-            self._addresses = [[_address(part) for part in parts] for parts in self._held]
             self._stamp = stamp
         return True
 
@@ -123,7 +121,7 @@ class PackedLayers:
         embedding = self.loaded.model.get_input_embeddings().weight
         stream = F.embedding(tokens, embedding).float()
         angles = [x[0].contiguous() for x in self.loaded.decoder.rotary_emb(stream[None], positions[None])]
-        return LayerPass(self._layers, self._held, self._addresses, self._rules, stream, angles, layout)
+        return LayerPass(self._layers, self._held, self._rules, stream, angles, layout)
 
     def _compute(self, tokens: Tensor, positions: Tensor, layout: PagedLayout) -> Tensor:
         under_way = self._begin(tokens, positions, layout)
@@ -178,7 +176,6 @@ class LayerPass:
         self,
         layers: list[Any],
         held: list[list[Tensor | None]],
-        addresses: list[list[int]],
         rules: list[ScoreRule],
         stream: Tensor,
         angles: list[Tensor],
@@ -198,8 +195,8 @@ class LayerPass:
         )
         self._table = torch.tensor(
             [
-                [*parts, k.data_ptr(), v.data_ptr(), rule.window or 0]
-                for parts, k, v, rule in zip(addresses, self._keys, self._values, rules, strict=True)
+                [*(_address(part) for part in parts), k.data_ptr(), v.data_ptr(), rule.window or 0]
+                for parts, k, v, rule in zip(held, self._keys, self._values, rules, strict=True)
             ]
         )
         shapes = [(rows, width), (rows, (heads + 2 * shared) * size), *[(rows, heads, size)] * 2, (rows, inner)]

@@ -38,7 +38,7 @@ class EngineFollower:
         self.loaded, self.device = part.loaded, part.loaded.device
         self.resting = MemoryRelease(part.loaded, None, owns=True)
         self.keys, self.values = LayerPools(0), LayerPools(0)
-        self.states: StateMemory = StateMemory(0)
+        self.states = StateMemory(0)
         self._hidden: dict[int, Tensor] = {}  # by the number of the pass
 
     def follow(self) -> None:
