@@ -85,6 +85,17 @@ def test_a_weights_gradient_is_added_to_its_sum(rows, outputs, inside, dtype):
     torch.testing.assert_close(main.double(), wanted, rtol=1e-5, atol=3e-6 * rows**0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, bf16], ids=["fp32", "bf16"])
+def test_a_weights_gradient_has_the_same_bits_however_many_threads_share_it(dtype):
+    grad, x, before = numbers(600, 300).to(dtype), numbers(600, 66, seed=1).to(dtype), torch.get_num_threads()
+    found = [torch.zeros(300, 66) for _ in range(4)]
+    for main, threads in zip(found, (1, 2, 3, 8)):
+        torch.set_num_threads(threads)
+        cpu_kernels.add_weight_gradient(main, grad, x)
+    torch.set_num_threads(before)
+    assert found[0].any() and all(torch.equal(found[0], other) for other in found[1:])
+
+
 def test_two_weights_packed_in_turns():
     gate, up, x = numbers(48, 32, seed=1), numbers(48, 32, seed=2), numbers(5, 32)
     out = cpu_kernels.pair_product(x, cpu_kernels.pack_words([gate, up], in_turns=True), None, 96)
