@@ -159,7 +159,9 @@ class StepCache:
 def upload(values: Tensor | Sequence[object], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Numbers of the host as a tensor of the device. A tensor keeps its shape; on a CPU it is the same one."""
     made = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
-    return (made.pin_memory() if device.type == "cuda" else made).to(device, non_blocking=True)
+    if device.type == "cuda":
+        made = made.pin_memory()
+    return made if made.device == device else made.to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -118,30 +118,44 @@ template <class T> void layer_back(const LayerParts<T> &layer, const Sizes &n, f
 #pragma omp barrier
 }
 
-// parts: 1 up to attention, 2 attention of the last `decoding` rows, 4 from it on
+// One pass, as packed_layers.py hands it over: sizes, addresses and counts.
+template <class T> struct Pass {
+    Sizes n;
+    float *stream;
+    const float *cosine, *sine;
+    const int64_t *write;
+    Rooms<T> room;
+    const T *last_norm;
+    T *hidden;
+    int64_t decoding;
+    Contexts at;  // without a window, which is a layer's
+};
+
+// parts: 1 up to attention, 2 attention of the last `decoding` rows, 4 from it on; 8 the norm behind all layers
 template <class T>
-void run_layers(const LayerParts<T> *layers, int64_t count, int parts, const Sizes &n, float *stream, const float *cosine,
-                const float *sine, const int64_t *write, const Rooms<T> &room, Contexts at, int64_t decoding, float eps,
-                float scale, int threads) {
+void run_layers(const LayerParts<T> *layers, int64_t count, int parts, const Pass<T> &pass, float eps, float scale, int threads) {
+    const Sizes &n = pass.n;
+    const Rooms<T> &room = pass.room;
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> numbers;
         std::vector<int64_t> slots;
         for (int64_t l = 0; l < count; l++) {
             const LayerParts<T> &layer = layers[l];
-            if (parts & 1) layer_front(layer, n, stream, cosine, sine, write, room, eps);
+            if (parts & 1) layer_front(layer, n, pass.stream, pass.cosine, pass.sine, pass.write, room, eps);
             if (parts & 2) {
-                Contexts seen = at;
+                Contexts seen = pass.at;
                 seen.window = layer.window;
-                int64_t from = (n.rows - decoding) * n.heads * n.size;
+                int64_t from = (n.rows - pass.decoding) * n.heads * n.size;
 #pragma omp for schedule(dynamic, 8)  // siblings one after the other: what they share is still near
-                for (int64_t job = 0; job < decoding * n.shared; job++)
+                for (int64_t job = 0; job < pass.decoding * n.shared; job++)
                     decode_job(room.q + from, (const T *)layer.keys, (const T *)layer.values, room.attended + from,
-                               seen, job % decoding, job / decoding, n.shared, n.heads / n.shared, n.size, n.pages, scale,
-                               numbers, slots);
+                               seen, job % pass.decoding, job / pass.decoding, n.shared, n.heads / n.shared, n.size,
+                               n.pages, scale, numbers, slots);
             }
-            if (parts & 4) layer_back(layer, n, stream, room, eps);
+            if (parts & 4) layer_back(layer, n, pass.stream, room, eps);
         }
+        if (parts & 8) norm_rows(pass.stream, pass.last_norm, pass.hidden, n, eps);
     }
 }
 
@@ -150,19 +164,11 @@ void run_layers(const LayerParts<T> *layers, int64_t count, int parts, const Siz
 extern "C" {
 
 // code: 0 float32, 1 bfloat16
-void rondel_layers(int code, const void *layers, int64_t count, int parts, const void *sizes, float *stream, const float *cosine,
-                   const float *sine, const int64_t *write, const void *rooms, const int64_t *own,
-                   const int64_t *lengths, const int64_t *prefix, const int64_t *shared, const int64_t *place,
-                   int64_t own_width, int64_t prefix_width, int64_t members, int64_t decoding, float eps, float scale,
-                   int threads) {
-    Contexts at{own, lengths, prefix, shared, place, own_width, prefix_width, members, 0, 0};
-    const Sizes &n = *(const Sizes *)sizes;
+void rondel_layers(int code, const void *layers, int64_t count, int parts, const void *pass, float eps, float scale, int threads) {
     if (code)
-        run_layers((const LayerParts<bf16> *)layers, count, parts, n, stream, cosine, sine, write,
-                   *(const Rooms<bf16> *)rooms, at, decoding, eps, scale, threads);
+        run_layers((const LayerParts<bf16> *)layers, count, parts, *(const Pass<bf16> *)pass, eps, scale, threads);
     else
-        run_layers((const LayerParts<float> *)layers, count, parts, n, stream, cosine, sine, write,
-                   *(const Rooms<float> *)rooms, at, decoding, eps, scale, threads);
+        run_layers((const LayerParts<float> *)layers, count, parts, *(const Pass<float> *)pass, eps, scale, threads);
 }
 
 }

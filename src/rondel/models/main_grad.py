@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +59,10 @@ def main_grad(weight: Tensor) -> Tensor | None:
 # -- by what a copy of a weight (packed, compiled) notices that the weight has changed since ----------
 
 Stamp = tuple[int, int, int]
+Stamps = tuple[list[int], list[int], int]
 
 _changes = 0
+_version_of = attrgetter("_version")
 
 
 def weights_changed() -> None:
@@ -74,3 +77,11 @@ def stamp_of(tensor: Tensor) -> Stamp:
     """(storage, torch's version counter, calls of `weights_changed`, or -1 for a frozen weight,
     which no optimizer writes)"""
     return tensor.data_ptr(), tensor._version, _changes if tensor.requires_grad else -1
+
+
+def stamps_of(tensors: list[Tensor]) -> Stamps:
+    """Of all at once: storages, counters, and calls of `weights_changed` where one of them is trained. Each of the three
+    is one reading of them: behind a pass over all weights what tensors know of themselves lies in no cache.
+    """
+    trained = any(tensor.requires_grad for tensor in tensors)
+    return list(map(Tensor.data_ptr, tensors)), list(map(_version_of, tensors)), _changes if trained else -1

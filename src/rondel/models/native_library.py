@@ -62,7 +62,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_layer_half": [CODE, CODE, PLACE, PLACE, REAL, THREADS],
     "rondel_add_weight_gradient": [CODE, PLACE, WHOLE, PLACE, *[WHOLE] * 3, PLACE, PLACE, THREADS],
     "rondel_tree": [CODE, CODE, PLACE, REAL, THREADS],
-    "rondel_layers": [CODE, PLACE, WHOLE, CODE, *[PLACE] * 11, *[WHOLE] * 4, REAL, REAL, THREADS],
+    "rondel_layers": [CODE, PLACE, WHOLE, CODE, PLACE, REAL, REAL, THREADS],
 }
 COUNTS = {"rondel_round": WHOLE}  # what returns anything
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,7 +30,7 @@ from rondel.models.blocks import LIKE_LLAMA, decoder_blocks
 from rondel.models.cache_pools import LayerPools
 from rondel.models.dense_attention import ScoreRule
 from rondel.models.linear import has_spare_memory, has_tiles, modules_alone, packed_linears, without_packing
-from rondel.models.main_grad import Stamp, stamp_of
+from rondel.models.main_grad import Stamps, stamps_of
 from rondel.models.paged_layout import DecodeBatch, PagedLayout, PrefillChunk
 from rondel.models.prompt_attention import PromptAttention
 from rondel.models.tree_loops import takes_tree
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
     from rondel.models.attention import AttentionLayout
     from rondel.models.loaded_model import LoadedModel
 
-FRONT, ATTENTION, BACK = 1, 2, 4  # parts of a layer, as in cpu_layers.cpp
+FRONT, ATTENTION, BACK, NORM = 1, 2, 4, 8  # parts of a layer, and what is behind all layers, as in cpu_layers.cpp
+POOLS = slice(10, 12)  # of a layer's addresses, those of keys and values
 LONGEST = 512  # numbers of a head
 UNIT = 16  # outputs that are packed together
 # of what a layer adds to the stream: five half steps of bfloat16
@@ -57,12 +60,16 @@ class PackedLayers:
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self._layers: list[Any] = decoder_blocks(loaded.model, loaded.decoder) if _may_fit(loaded) else []
-        modules = [module for layer in self._layers for module in layer.modules()]
-        self._parts = [(one._modules, name, part) for one in modules for name, part in one._modules.items()]
-        self._weights = [(one._parameters, name) for one in modules for name in one._parameters]
-        self._fits: bool | None = None if self._layers and all(_is_plain(layer) for layer in self._layers) else False
-        self._stamp: list[Stamp] = []
-        self._held: list[list[Tensor | None]] = []  # of each layer, in the order of LayerParts
+        modules = list(loaded.decoder.modules()) if self._layers else []
+        self._inside = [one._modules for one in modules if one._modules]
+        self._parts = _values(self._inside)
+        self._weights = [one._parameters for one in modules if one._parameters]
+        plain = bool(self._layers) and all(
+            _is_plain(layer, getattr(loaded.decoder, "norm", None)) for layer in self._layers
+        )
+        self._fits: bool | None = None if plain else False
+        self._stamp: Stamps | None = None
+        self._packed: PackedWeights | None = None
         self._rules: list[ScoreRule] = []
         if self._fits is None:
             loaded.model.packed_layers = self  # who frees packed copies finds it there (models/linear.py)
@@ -89,49 +96,50 @@ class PackedLayers:
     @property
     def packed_bytes(self) -> int:
         """Of the copies."""
-        return sum(t.nbytes for parts in self._held for at in PRODUCTS if (t := parts[at]) is not None)
+        return 0 if self._packed is None else self._packed.nbytes
 
     def drop_packed(self) -> None:
         """Until the next use."""
-        self._stamp, self._held = [], []
+        self._stamp, self._packed = None, None
 
     def __deepcopy__(self, memo: Any) -> None:
         return None  # what is packed belongs to the weights it was packed from
 
     def _is_unchanged(self) -> bool:
         """Whether the model is still the one that was looked at."""
-        return _may_fit(self.loaded) and all(parts.get(name) is part for parts, name, part in self._parts)
+        return _may_fit(self.loaded) and _values(self._inside) == self._parts
 
     def _is_packed(self) -> bool:
         """Whether what is packed is up to date, now."""
-        weights = [p for held, name in self._weights if (p := held[name]) is not None]
-        if (stamp := [stamp_of(p) for p in weights]) != self._stamp:
-            if not self._held and not has_spare_memory(weights):
+        weights = [p for p in _values(self._weights) if p is not None]
+        if (stamp := stamps_of(weights)) != self._stamp:
+            if self._packed is None and not has_spare_memory(weights):
                 return False
-            self._held = []
+            self._packed = None  # before it is made anew: memory for one
             for copies in (copies for layer in self._layers for copies in packed_linears(layer)):
                 copies.drop_packed()  # made by a pass through the modules, as when the model was loaded
-            self._held = _packed_layers(self._layers)
+            self._packed = _packed_weights(self._layers, self.loaded.decoder.norm, self._rules)
             self._stamp = stamp
         return True
 
     # -- a pass ----------------------------------------------------------------------------------------
 
     def _begin(self, tokens: Tensor, positions: Tensor, layout: PagedLayout) -> LayerPass:
+        assert self._packed is not None
         embedding = self.loaded.model.get_input_embeddings().weight
         stream = F.embedding(tokens, embedding).float()
         angles = [x[0].contiguous() for x in self.loaded.decoder.rotary_emb(stream[None], positions[None])]
-        return LayerPass(self._layers, self._held, self._rules, stream, angles, layout)
+        return LayerPass(self._packed, self._rules, stream, angles, layout)
 
     def _compute(self, tokens: Tensor, positions: Tensor, layout: PagedLayout) -> Tensor:
         under_way = self._begin(tokens, positions, layout)
         if layout.chunks:
             for at in range(len(self._layers)):
                 under_way.run_around_chunks(at)
+            under_way.run(0, 0, NORM)
         else:
-            under_way.run(0, len(self._layers), FRONT | ATTENTION | BACK)
-        out: Tensor = self.loaded.decoder.norm(under_way.stream)
-        return out.to(self.loaded.dtype)
+            under_way.run(0, len(self._layers), FRONT | ATTENTION | BACK | NORM)
+        return under_way.hidden
 
     # -- proof ------------------------------------------------------------------------------------------
 
@@ -156,8 +164,10 @@ class PackedLayers:
             for at, (before, after) in enumerate(zip(streams.before, streams.after, strict=True)):
                 under_way.stream.copy_(before)
                 under_way.run_around_chunks(at)
-                off = float((under_way.stream - after).norm() / (after - before).norm().clamp_min(1e-30))
-                worst = max(worst, off) if off == off else math.inf
+                worst = max(worst, _share(under_way.stream - after, after - before))
+            under_way.run(0, 0, NORM)
+            wanted = self.loaded.decoder.norm(under_way.stream)
+            worst = max(worst, _share(under_way.hidden - wanted, wanted))
         if worst <= (limit := TOLERANCE[self.loaded.dtype]):
             return True
         emit(
@@ -169,60 +179,72 @@ class PackedLayers:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """Of all layers, as the call in C++ reads them.
+
+    parts      of each layer, in the order of LayerParts in cpu_layers.cpp, up to the cache
+    table      [L, 13] their addresses, 0 where a layer has no such part; room for two pools; its window
+    layers     which layer's pools each has
+    heads      of queries, of keys; `size` numbers each, `inner` between gate and down
+    last_norm  behind all layers
+    """
+
+    parts: list[list[Tensor | None]]
+    table: Tensor
+    layers: list[int]
+    heads: tuple[int, int]
+    size: int
+    inner: int
+    last_norm: Tensor
+    eps: float
+
+    @property
+    def nbytes(self) -> int:
+        """Of the copies."""
+        return sum(t.nbytes for parts in self.parts for at in PRODUCTS if (t := parts[at]) is not None)
+
+
 class LayerPass:
-    """One pass over layers, under way: the residual stream [T, D] in fp32, and where everything else lies."""
+    """One pass over layers, under way: the residual stream [T, D] in fp32, `hidden` [T, D] behind the last norm, and
+    where everything else lies.
+    """
 
     def __init__(
-        self,
-        layers: list[Any],
-        held: list[list[Tensor | None]],
-        rules: list[ScoreRule],
-        stream: Tensor,
-        angles: list[Tensor],
-        layout: PagedLayout,
+        self, packed: PackedWeights, rules: list[ScoreRule], stream: Tensor, angles: list[Tensor], layout: PagedLayout
     ) -> None:
-        attention, mlp = layers[0].self_attn, layers[0].mlp
-        size, inner = attention.head_dim, mlp.gate_proj.out_features
-        heads, shared = (layer.out_features // size for layer in (attention.q_proj, attention.k_proj))
-        self.stream, self._layout, self._rules = stream, layout, rules
-        self._eps = layers[0].input_layernorm.variance_epsilon
-        rows, width = stream.shape
-        self._dtype = layers[0].input_layernorm.weight.dtype
-        like = torch.empty(1, shared, size, dtype=self._dtype)
-        numbers = [layer.self_attn.layer_idx for layer in layers]
+        self.stream, self._packed, self._layout, self._rules = stream, packed, layout, rules
+        (rows, width), (heads, shared), dtype = stream.shape, packed.heads, packed.last_norm.dtype
+        like = torch.empty(1, shared, packed.size, dtype=dtype)
         self._keys, self._values = (
-            [pool.layer_pool(at, like) for at in numbers] for pool in (layout.keys, layout.values)
+            [pool.layer_pool(at, like) for at in packed.layers] for pool in (layout.keys, layout.values)
         )
-        self._table = torch.tensor(
-            [
-                [*(_address(part) for part in parts), k.data_ptr(), v.data_ptr(), rule.window or 0]
-                for parts, k, v, rule in zip(held, self._keys, self._values, rules, strict=True)
-            ]
-        )
-        shapes = [(rows, width), (rows, (heads + 2 * shared) * size), *[(rows, heads, size)] * 2, (rows, inner)]
-        self._rooms = [torch.empty(shape, dtype=self._dtype) for shape in shapes]
-        self._q, self._attended = self._rooms[2:4]
-        self._held = held, angles, layout.write.contiguous()  # whose addresses the call reads
-        self._sizes = torch.tensor([rows, width, heads, shared, size, inner, self._keys[0].shape[1]])
-        self._places = torch.tensor([room.data_ptr() for room in self._rooms])
+        self._table = packed.table.clone()
+        self._table[:, POOLS] = torch.tensor(
+            [[pool.data_ptr() for pool in pools] for pools in (self._keys, self._values)]
+        ).t()
+        joined, asked = (rows, (heads + 2 * shared) * packed.size), (rows, heads, packed.size)
+        shapes = [(rows, width), joined, asked, asked, (rows, packed.inner), (rows, width)]
+        rooms = [torch.empty(shape, dtype=dtype) for shape in shapes]
+        self._q, self._attended, self.hidden = rooms[2], rooms[3], rooms[5]
         batch = layout.decoding
-        self._decoding, self._family = 0, (0, 0, 1)
-        self._contexts: list[Tensor | None] = [None] * 5
+        self._decoding = 0 if batch is None else len(batch.own)
+        contexts, family = [None] * 5, (0, 0, 1)  # type: list[Tensor | None], tuple[int, int, int]
         if batch is not None:
-            self._decoding = len(batch.own)
             given = (batch.own, batch.lengths, batch.prefix, batch.shared, batch.place)
-            self._contexts = [x if x is None else x.contiguous() for x in given]
+            contexts = [x if x is None else x.contiguous() for x in given]
             members = 1 if batch.grid is None else batch.grid.shape[1]
-            self._family = (batch.own.shape[1], 0 if batch.prefix is None else batch.prefix.shape[1], members)
+            family = (batch.own.shape[1], 0 if batch.prefix is None else batch.prefix.shape[1], members)
+        self._read = [stream, *angles, layout.write.contiguous(), *rooms[:5], packed.last_norm, self.hidden], contexts
+        sizes = [rows, width, heads, shared, packed.size, packed.inner, self._keys[0].shape[1]]
+        first, then = ([_address(x) for x in tensors] for tensors in self._read)
+        self._numbers = torch.tensor([*sizes, *first, self._decoding, *then, *family, 0, 0])
 
     def run(self, first: int, count: int, parts: int) -> None:
         """These parts of `count` layers from `first` on."""
-        _, (cosine, sine), write = self._held
         cpu_kernels.library().rondel_layers(
-            cpu_kernels.CODES[self._dtype], self._table[first].data_ptr(), count, parts, self._sizes.data_ptr(), self.stream.data_ptr(),
-            cosine.data_ptr(), sine.data_ptr(), write.data_ptr(), self._places.data_ptr(),
-            *(_address(x) for x in self._contexts), *self._family, self._decoding, self._eps, self._rules[0].scale,
-            torch.get_num_threads(),
+            cpu_kernels.CODES[self.hidden.dtype], self._table[first:].data_ptr(), count, parts, self._numbers.data_ptr(),
+            self._packed.eps, self._rules[0].scale, torch.get_num_threads(),
         )  # fmt: skip
 
     def run_around_chunks(self, at: int) -> None:
@@ -240,6 +262,11 @@ class LayerPass:
     @cached_property
     def _prompts(self) -> PromptAttention:
         return PromptAttention(self._layout)
+
+
+def _values(of: list[dict[str, Any]]) -> list[Any]:
+    """Of all, in one reading: a pass over weights has driven them out of the processor's caches."""
+    return list(chain.from_iterable(map(dict.values, of)))
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -275,6 +302,12 @@ class _Streams:
     def __exit__(self, *error: Any) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+def _share(off: Tensor, whole: Tensor) -> float:
+    """Infinite where it is no number."""
+    share = float(off.norm() / whole.norm().clamp_min(1e-30))
+    return share if share == share else math.inf
 
 
 def _first(out: Any) -> Tensor:
@@ -329,19 +362,20 @@ def _may_fit(loaded: LoadedModel) -> bool:
     )
 
 
-def _is_plain(layer: Any) -> bool:
-    """Whether a layer is written like llama's, of weights that lie as they are."""
-    if type(layer).__name__ not in LIKE_LLAMA:
+def _is_plain(layer: Any, last_norm: Any) -> bool:
+    """Whether a layer is written like llama's, of weights that lie as they are, and the norm behind it like its own."""
+    if type(layer).__name__ not in LIKE_LLAMA or last_norm is None:
         return False
     attention, mlp = layer.self_attn, layer.mlp
     products = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     gated = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    norms = [layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(attention)]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, last_norm, *_head_norms(attention)]
     return (
-        all(type(one) is nn.Linear and type(one.weight) is nn.Parameter for one in [*products, *gated])
+        len({type(norm) for norm in norms}) == 1
+        and all(type(one) is nn.Linear and type(one.weight) is nn.Parameter for one in [*products, *gated])
         and all(one.bias is None for one in gated)
         and len({one.bias is None for one in products[:3]}) == 1
-        and all(p.dtype == norms[0].weight.dtype and p.is_contiguous() for p in layer.parameters())
+        and all(p.dtype == norms[0].weight.dtype and p.is_contiguous() for p in [*layer.parameters(), last_norm.weight])
         and all(n % UNIT == 0 for one in [*products, *gated] for n in one.weight.shape)
         and attention.head_dim % UNIT == 0
         and attention.head_dim <= LONGEST
@@ -355,6 +389,22 @@ def _head_norms(attention: Any) -> list[Any]:
 
 
 PRODUCTS = (1, 5, 8, 9)  # of the parts below, those that are copies
+
+
+def _packed_weights(layers: list[Any], last_norm: Any, rules: list[ScoreRule]) -> PackedWeights:
+    parts, attention = _packed_layers(layers), layers[0].self_attn
+    rows = [[*(_address(part) for part in own), 0, 0, rule.window or 0] for own, rule in zip(parts, rules, strict=True)]
+    size = attention.head_dim
+    return PackedWeights(
+        parts,
+        table=torch.tensor(rows),
+        layers=[layer.self_attn.layer_idx for layer in layers],
+        heads=(attention.q_proj.out_features // size, attention.k_proj.out_features // size),
+        size=size,
+        inner=layers[0].mlp.gate_proj.out_features,
+        last_norm=last_norm.weight.detach(),
+        eps=last_norm.variance_epsilon,
+    )
 
 
 def _packed_layers(layers: list[Any]) -> list[list[Tensor | None]]:

@@ -105,7 +105,7 @@ class ModelRunner:
         self.records, self.draft, self.states = records, draft, states
         self.hidden = serving_pass_of(loaded) if compiled is None else compiled.hidden_states
         self.loaded, self.pages, self.device = loaded, pages, loaded.device
-        self.table = torch.zeros(rows, 256, dtype=torch.int64)
+        self.table = np.zeros((rows, 256), np.int64)
         self.lines = lines_of(loaded, rows, pages.count)
         self.eyes = VisionEncoderCache(loaded)
         self._adapted: AdapterPass | None = None  # whose tokens those of the last pass were
@@ -342,7 +342,7 @@ class ModelRunner:
         Siblings share their prompt; the rows of one request that guesses share all that was there before.
         """
         rows = [(feed, feed.first + i + 1) for feed in feeds for i in range(feed.n)]
-        lines, total = torch.tensor([feed.live.row for feed, _ in rows]), torch.tensor([n for _, n in rows])
+        lines, total = [feed.live.row for feed, _ in rows], [n for _, n in rows]
         # a draft may be behind its prompt
         shares = [feed.live.shared if feed.first >= feed.live.shared else 0 for feed, _ in rows]
         siblings = [((id(feed.live.node), n) if n else at, n) for at, ((feed, _), n) in enumerate(zip(rows, shares))]
@@ -350,27 +350,27 @@ class ModelRunner:
         if len(rows) > len(feeds):
             own = _Families.from_rows([(id(feed), feed.first) for feed, _ in rows], total)
             best = min((best, own), key=lambda families: families.cost)
-        if self.loaded.aligned or best.cost > SHARE * int(total.max()) * len(rows):
-            whole = self._slot_table(lines, torch.zeros_like(total), total)
+        if self.loaded.aligned or best.cost > SHARE * max(total) * len(rows):
+            whole = self._slot_table(lines, [0] * len(lines), total)
             return DecodeBatch(upload(whole, self.device), upload(total, self.device))
-        grid, place = best.member_grid()
-        prefix = self._slot_table(lines[grid[:, 0]], torch.zeros_like(best.shared), best.shared)
+        behind = [n - above for n, above in zip(total, best.above)]
+        first = [lines[family[0]] for family in best.members]
         parts = (
-            self._slot_table(lines, best.above, total - best.above),
-            total - best.above,
-            prefix,
+            self._slot_table(lines, best.above, behind),
+            behind,
+            self._slot_table(first, [0] * len(first), best.shared),
             best.shared,
-            grid,
-            place,
+            *best.member_grid(),
         )
         slots, lengths, *family = (upload(x, self.device) for x in parts)
         return DecodeBatch(slots, lengths, *family)  # type: ignore[arg-type]  # four tensors
 
-    def _slot_table(self, rows: Tensor, first: Tensor, count: Tensor) -> Tensor:
+    def _slot_table(self, lines: Sequence[int], first: Sequence[int], count: Sequence[int]) -> Tensor:
         """[B, max(count)]: slots first .. first+count of each line of the table, padded with slot 0."""
-        column = torch.arange(int(count.max()))
-        at = (first[:, None] + column).clamp_(max=self.table.shape[1] - 1)
-        return self.table[rows[:, None], at].masked_fill_(column >= count[:, None], 0)
+        slots = np.zeros((len(lines), max(count)), np.int64)
+        for row, line, begin, n in zip(slots, lines, first, count, strict=True):
+            row[:n] = self.table[line, begin : begin + n]
+        return torch.from_numpy(slots)
 
     def _record_pages(self, live: SequenceState) -> None:
         """Write the pages that are not yet in the request's line."""
@@ -380,8 +380,8 @@ class ModelRunner:
             live.noted = upto
             return
         while upto > self.table.shape[1]:
-            self.table = torch.cat([self.table, torch.zeros_like(self.table)], 1)
-        self.table.numpy()[live.row, live.noted : upto] = _slice_joined(live.pages, live.ahead, live.noted, upto)
+            self.table = np.concatenate([self.table, np.zeros_like(self.table)], 1)
+        self.table[live.row, live.noted : upto] = _slice_joined(live.pages, live.ahead, live.noted, upto)
         live.noted = upto
 
 
@@ -450,28 +450,25 @@ class _Families:
     """Rows by what they share. `cost` is how many keys are read, infinite where the grid would be mostly padding."""
 
     members: list[list[int]]
-    shared: Tensor  # [F]
-    above: Tensor  # [B] the same, row by row
+    shared: list[int]  # of each family
+    above: list[int]  # the same, row by row
     cost: float
 
     @classmethod
-    def from_rows(cls, rows: Sequence[tuple[object, int]], total: Tensor) -> _Families:
-        """(whose family, how many tokens it shares) of each row, and its tokens in all [B]."""
+    def from_rows(cls, rows: Sequence[tuple[object, int]], total: Sequence[int]) -> _Families:
+        """(whose family, how many tokens it shares) of each row, and its tokens in all."""
         families: dict[object, list[int]] = {}
         for at, (name, _) in enumerate(rows):
             families.setdefault(name, []).append(at)
         members = list(families.values())
-        shared, above = torch.tensor([rows[family[0]][1] for family in members]), torch.tensor([n for _, n in rows])
-        cost = int(shared.max()) * len(members) + int((total - above).max()) * len(rows)
+        shared, above = [rows[family[0]][1] for family in members], [n for _, n in rows]
+        cost = max(shared) * len(members) + max(n - over for n, over in zip(total, above)) * len(rows)
         padded = max(map(len, members)) * len(members) > 2 * len(rows)
         return cls(members, shared, above, float("inf") if padded else cost)
 
     def member_grid(self) -> tuple[Tensor, Tensor]:
         """[F,S] rows of the members, padded with row 0, and [B] where each row stands in it, counted flat."""
         widest = max(map(len, self.members))
-        grid = torch.zeros(len(self.members), widest, dtype=torch.int64)
-        place = torch.empty(len(self.above), dtype=torch.int64)
-        for f, family in enumerate(self.members):
-            grid[f, : len(family)] = torch.tensor(family)
-            place[family] = torch.arange(f * widest, f * widest + len(family))
-        return grid, place
+        grid = torch.tensor([family + [0] * (widest - len(family)) for family in self.members])
+        stands = {row: f * widest + i for f, family in enumerate(self.members) for i, row in enumerate(family)}
+        return grid, torch.tensor([stands[row] for row in range(len(self.above))])
