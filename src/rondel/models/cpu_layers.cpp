@@ -147,8 +147,9 @@ void run_layers(const LayerParts<T> *layers, int64_t count, int parts, const Pas
                 Contexts seen = pass.at;
                 seen.window = layer.window;
                 int64_t from = (n.rows - pass.decoding) * n.heads * n.size;
-#pragma omp for schedule(dynamic, 8)  // siblings one after the other: what they share is still near
-                for (int64_t job = 0; job < pass.decoding * n.shared; job++)
+                int64_t jobs = pass.decoding * n.shared, some = std::clamp<int64_t>(jobs / (2 * threads), 1, 8);
+#pragma omp for schedule(dynamic, some)  // siblings one after the other: what they share is still near
+                for (int64_t job = 0; job < jobs; job++)
                     decode_job(room.q + from, (const T *)layer.keys, (const T *)layer.values, room.attended + from,
                                seen, job % pass.decoding, job / pass.decoding, n.shared, n.heads / n.shared, n.size,
                                n.pages, scale, numbers, slots);

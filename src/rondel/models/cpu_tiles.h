@@ -87,13 +87,14 @@ template <class T> inline void panel_sums(int64_t rows, const T *x, int64_t step
 }
 
 // `use(first row, rows, panel, sums [rows, WIDTH])` of each panel, on the threads of the region that this is called in, which do not wait
-// for each other at its end.
+// for each other at its end. Each takes its share of what is left, again and again: long runs of panels, which memory gives faster than one
+// after the other to whoever asks, and short ones at the end.
 template <class T, class Use>
 inline void panel_product(const T *x, const T *panels, int64_t rows, int64_t in, int64_t count, const Use &use) {
     for (int64_t first = 0; first < rows; first += MOST) {
         int64_t some = std::min(MOST, rows - first);
         alignas(64) float sums[MOST * WIDTH];
-#pragma omp for schedule(dynamic) nowait
+#pragma omp for schedule(guided) nowait
         for (int64_t p = 0; p < count; p++) {
             panel_sums(some, x + first * in, in, panels + p * in * WIDTH, in / JOINED<T>, sums);
             use(first, some, p, sums);
