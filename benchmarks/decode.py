@@ -7,7 +7,8 @@ N requests with contexts of their own, `--context` tokens at first, write `--new
 A step is what lies between two tokens of the first request while all of them decode; the
 number is the median over `--new` steps, of
 each round; `cpu_ms` is the same in CPU time of the process, for a machine that others use, too. `host` is the share of the plain step outside of the device's thread: planning, delivery, turns of the event
-loop; it is all that can run beside the device. Shares are of a step under torch's profiler, by kind of operation: `other` is
+loop; it is all that can run beside the device. `reading` is how long a sum over the very weights that the engine's step
+reads takes on the same threads, in turn with the rounds: less than that no step of one request can take. Shares are of a step under torch's profiler, by kind of operation: `other` is
 small operations, or the fused loops of the
 compiled pass, and `between` lies in none. The profiler itself costs most where operations are small.
 """
@@ -82,10 +83,18 @@ def main(argv: list[str] | None = None) -> None:
     table: dict[int, dict[str, list[float]]] = {}
     cpu_table: dict[int, dict[str, list[float]]] = {}
     host: dict[int, list[float]] = {}
+    reading: dict[int, list[float]] = {}
     for n in sizes:
-        table[n], cpu_table[n], host[n] = {name: [] for name in passes}, {name: [] for name in passes}, []
+        reading[n], table[n], cpu_table[n], host[n] = (
+            [],
+            {name: [] for name in passes},
+            {name: [] for name in passes},
+            [],
+        )
         engine.runner.step = timed  # type: ignore[method-assign]
         for seed in range(a.rounds + 1):  # the first one warms up
+            if seed:
+                reading[n].append(round(1e3 * device.call(lambda: median([read(loaded) for _ in range(20)])), 2))
             for name in passes:
                 inside.clear()
                 spent, cpu = round_of(name, n, seed)
@@ -96,7 +105,10 @@ def main(argv: list[str] | None = None) -> None:
         del engine.runner.step
         if not a.json:
             print(
-                f"{n:>4} requests   " + "   ".join(f"{name} {told} ms" for name, told in table[n].items()), flush=True
+                f"{n:>4} requests   "
+                + "   ".join(f"{name} {told} ms" for name, told in table[n].items())
+                + f"   reading {reading[n]} ms",
+                flush=True,
             )
     shares = {}
     if a.profile:
@@ -111,6 +123,7 @@ def main(argv: list[str] | None = None) -> None:
             "context": a.context,
             "ms": {str(n): row for n, row in table.items()},
             "cpu_ms": {str(n): row for n, row in cpu_table.items()},
+            "reading_ms": {str(n): row for n, row in reading.items()},
             "host": {str(n): shares for n, shares in host.items()},
             "profiled": a.profile,
             "shares": shares,
@@ -119,6 +132,20 @@ def main(argv: list[str] | None = None) -> None:
         only_json=a.json,
     )
     device.close()
+
+
+def read(loaded: Any) -> float:
+    """Seconds of a sum over what a step of the engine reads: packed layers where it has them, else parameters; the head."""
+    import torch
+
+    packed = getattr(loaded.model, "packed_layers", None)
+    layers = [] if packed is None else packed.packed_memory
+    weights = [*(layers or loaded.model.parameters()), *([loaded.head.weight.detach()] if layers else [])]
+    whole = [w.detach().flatten() for w in weights if w.numel() > 1]
+    began = time.perf_counter()
+    for weight in whole:
+        (weight if weight.numel() * weight.element_size() % 4 else weight.view(torch.float32)).sum()
+    return time.perf_counter() - began
 
 
 async def steps(engine: Any, running: int, context: int, new: int, seed: int) -> list[tuple[float, float]]:

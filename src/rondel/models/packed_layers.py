@@ -94,9 +94,14 @@ class PackedLayers:
     is_trained = True
 
     @property
+    def packed_memory(self) -> list[Tensor]:
+        """The copies; one piece."""
+        return [] if self._packed is None else [self._packed.room]
+
+    @property
     def packed_bytes(self) -> int:
         """Of the copies."""
-        return 0 if self._packed is None else self._packed.nbytes
+        return sum(room.nbytes for room in self.packed_memory)
 
     def drop_packed(self) -> None:
         """Until the next use."""
@@ -183,6 +188,7 @@ class PackedLayers:
 class PackedWeights:
     """Of all layers, as the call in C++ reads them.
 
+    room       the copies, one behind the other
     parts      of each layer, in the order of LayerParts in cpu_layers.cpp, up to the cache
     table      [L, 13] their addresses, 0 where a layer has no such part; room for two pools; its window
     layers     which layer's pools each has
@@ -190,6 +196,7 @@ class PackedWeights:
     last_norm  behind all layers
     """
 
+    room: Tensor
     parts: list[list[Tensor | None]]
     table: Tensor
     layers: list[int]
@@ -198,11 +205,6 @@ class PackedWeights:
     inner: int
     last_norm: Tensor
     eps: float
-
-    @property
-    def nbytes(self) -> int:
-        """Of the copies."""
-        return sum(t.nbytes for parts in self.parts for at in PRODUCTS if (t := parts[at]) is not None)
 
 
 class LayerPass:
@@ -392,10 +394,18 @@ PRODUCTS = (1, 5, 8, 9)  # of the parts below, those that are copies
 
 
 def _packed_weights(layers: list[Any], last_norm: Any, rules: list[ScoreRule]) -> PackedWeights:
-    parts, attention = _packed_layers(layers), layers[0].self_attn
-    rows = [[*(_address(part) for part in own), 0, 0, rule.window or 0] for own, rule in zip(parts, rules, strict=True)]
+    """In one piece of memory: its pages are those of a large tensor, 2 MB, where a matrix alone would have pages of
+    4 KB. One request reads all of them for every token.
+    """
+    attention, dtype = layers[0].self_attn, layers[0].input_layernorm.weight.dtype
+    sizes = [cpu_kernels.packed_size(weights) for layer in layers for weights in _products(layer)]
+    room = torch.empty(sum(sizes), dtype=dtype)
+    rooms = iter(room.split(sizes))
+    parts = [_packed_parts(layer, [next(rooms) for _ in PRODUCTS]) for layer in layers]
+    rows = [[*map(_address, own), 0, 0, rule.window or 0] for own, rule in zip(parts, rules, strict=True)]
     size = attention.head_dim
     return PackedWeights(
+        room,
         parts,
         table=torch.tensor(rows),
         layers=[layer.self_attn.layer_idx for layer in layers],
@@ -405,16 +415,6 @@ def _packed_weights(layers: list[Any], last_norm: Any, rules: list[ScoreRule]) -
         last_norm=last_norm.weight.detach(),
         eps=last_norm.variance_epsilon,
     )
-
-
-def _packed_layers(layers: list[Any]) -> list[list[Tensor | None]]:
-    """In one piece of memory: its pages are those of a large tensor, 2 MB, where a matrix alone would have pages of
-    4 KB. One request reads all of them for every token.
-    """
-    sizes = [cpu_kernels.packed_size(weights) for layer in layers for weights in _products(layer)]
-    room = torch.empty(sum(sizes), dtype=layers[0].input_layernorm.weight.dtype)
-    rooms = iter(room.split(sizes))
-    return [_packed_parts(layer, [next(rooms) for _ in PRODUCTS]) for layer in layers]
 
 
 def _products(layer: Any) -> list[list[Tensor]]:

@@ -51,24 +51,24 @@ class StepOutput:
     """What a step draws: on the device at once, where the next step can take it up, and on the host when it is read.
 
     lives   each with 1 + its guesses rows, in the order of the rows
-    tokens  [R] int64, on the device
-    drawn   [3, R] float64, on its way to the host: tokens, log-probabilities, masses
+    drawn   [3, R] float64, on the device: tokens, log-probabilities, masses
+    copy    the same on its way to the host
     routes  slots [T] and experts [T, L, K] of the step's tokens, where they are recorded
     """
 
     lives: list[SequenceState]
-    tokens: Tensor
-    drawn: HostCopy
+    drawn: Tensor
+    copy: HostCopy
     routes: tuple[HostCopy, HostCopy] | None
 
     def tokens_of(self, lives: list[SequenceState]) -> Tensor:
         """The tokens of some of them [B], still on the device; none has guesses."""
         row = {live: at for at, live in enumerate(self.lives)}
-        return self.tokens.index_select(0, upload([row[live] for live in lives], self.tokens.device))
+        return self.drawn[0].index_select(0, upload([row[live] for live in lives], self.drawn.device)).long()
 
     def read(self) -> list[tuple[SequenceState, int, float]]:
         """-> (request, token, logprob) in the order of the tokens; the host waits for the step here."""
-        return list(_accepted_rows(self.lives, *read_draws(self.drawn.wait())))
+        return list(_accepted_rows(self.lives, *read_draws(self.copy.wait())))
 
 
 def _accepted_rows(
@@ -149,8 +149,8 @@ class ModelRunner:
             rows = upload([first + i for live, first in part for i in range(1 + len(live.guess))], self.device)
             lives = [live for live, _ in part]
             drawn.append(self._draw_rows(lives, self._logits(hidden, rows), unread=int(after is not None)))
-        whole = torch.cat(drawn, 1) if drawn else torch.empty(3, 0)
-        return StepOutput([live for live, _ in last], whole[0].long(), HostCopy(whole), routes)
+        whole = drawn[0] if len(drawn) == 1 else torch.cat(drawn, 1) if drawn else torch.empty(3, 0)
+        return StepOutput([live for live, _ in last], whole, HostCopy(whole), routes)
 
     def _draw_rows(self, lives: list[SequenceState], logits: Tensor, unread: int) -> Tensor:
         """[3, B] as `draw_tokens` from rows of logits [B, V], one for each request and each of its guesses; they
@@ -168,8 +168,9 @@ class ModelRunner:
             if self.loaded.aligned
             else []
         )
-        at = upload(plain, self.device, torch.int64)
-        exact = logits[at] if plain else logits
+        if plain:
+            at = upload(plain, self.device)
+            exact = logits[at]
         places = [
             (live.request.key, live.noise_counter + unread + i) for live in lives for i in range(1 + len(live.guess))
         ]
