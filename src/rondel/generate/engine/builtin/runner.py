@@ -51,24 +51,24 @@ class StepOutput:
     """What a step draws: on the device at once, where the next step can take it up, and on the host when it is read.
 
     lives   each with 1 + its guesses rows, in the order of the rows
-    drawn   [3, R] float64, on the device: tokens, log-probabilities, masses
-    copy    the same on its way to the host
+    rows    [3, R] float64, on the device: tokens, log-probabilities, masses
+    drawn   the same on their way to the host
     routes  slots [T] and experts [T, L, K] of the step's tokens, where they are recorded
     """
 
     lives: list[SequenceState]
-    drawn: Tensor
-    copy: HostCopy
+    rows: Tensor
+    drawn: HostCopy
     routes: tuple[HostCopy, HostCopy] | None
 
     def tokens_of(self, lives: list[SequenceState]) -> Tensor:
         """The tokens of some of them [B], still on the device; none has guesses."""
         row = {live: at for at, live in enumerate(self.lives)}
-        return self.drawn[0].index_select(0, upload([row[live] for live in lives], self.drawn.device)).long()
+        return self.rows[0].index_select(0, upload([row[live] for live in lives], self.rows.device)).long()
 
     def read(self) -> list[tuple[SequenceState, int, float]]:
         """-> (request, token, logprob) in the order of the tokens; the host waits for the step here."""
-        return list(_accepted_rows(self.lives, *read_draws(self.copy.wait())))
+        return list(_accepted_rows(self.lives, *read_draws(self.drawn.wait())))
 
 
 def _accepted_rows(
