@@ -148,7 +148,7 @@ def idle(e: BuiltinEngine) -> None:
 
 def same_pages(e: BuiltinEngine, taken: list[int]) -> None:
     """These are in use, and all others free."""
-    free = [p for cache in e.scheduler.caches for p in cache.pages._free]
+    free = [p for cache in e.scheduler.caches for p in cache.pages.free]
     total = e.scheduler.caches.page_counts["total"]
     assert sorted(taken + free) == list(range(1, total + 1)), "a page is lost or twice somewhere"
 

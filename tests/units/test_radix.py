@@ -99,7 +99,7 @@ def test_fuzz(operations):
             oracle.freed(freed)
         locked = {page for _, held in locks for page in held}
         cached = [page for node in tree.iter_nodes() for page in node.pages]
-        assert sorted(cached + pages._free) == list(range(1, pages.count + 1))
+        assert sorted([*cached, *pages.free]) == list(range(1, pages.count + 1))
         assert set(cached) == oracle.pages() >= locked and (tree.cached, tree.held) == (len(cached), len(locked))
     for node, _ in locks:
         tree.unlock(node)

@@ -100,7 +100,7 @@ class Machine:
         assert all(cache.tree.held == 0 for cache in s.caches)
         s.caches.evict_all()
         for rank, cache in enumerate(s.caches):
-            assert sorted(cache.pages._free) == [rank * s.pages.count + n for n in range(1, s.pages.count + 1)]
+            assert sorted(cache.pages.free) == [rank * s.pages.count + n for n in range(1, s.pages.count + 1)]
 
 
 def alone(request, longest):

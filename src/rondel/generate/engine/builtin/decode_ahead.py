@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rondel.generate.engine.builtin.pages import last_page
 from rondel.generate.engine.builtin.request import StepPlan
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class DecodeAhead:
         if not going or admits or not whole or s.pages.free_count < len(going) or not all(map(_is_free, going)):
             return None
         for live in going:
-            live.ahead = s.pages.allocate_pages(1)
+            live.ahead = s.pages.allocate_pages(1, last_page(live))
         self.steps += 1
         self.plan = StepPlan([], going)
         return self.plan

@@ -2,7 +2,7 @@
 what a step computes, shared through the prefix tree, given back.
 
 page 0      scratch: tables are padded with it, nobody reads it
-free        a stack of page numbers
+free        handed out in runs of RUN, so that the tokens of a request lie beside each other
 cached      owned by the radix tree      private      owned by one request
 law 7       free + cached + private = all pages
 
@@ -13,7 +13,7 @@ free ──reserve──> private ──store_prefix──> cached in the tree, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +31,51 @@ if TYPE_CHECKING:
     from rondel.generate.engine.builtin.states import SequenceStates
 
 CACHED = 0.75  # of a prompt: it is cached for the most part
+RUN = 32  # pages
+
+
+class FreePages:
+    """The pages `first` .. `first` + `count` that are free. Requests that decode together take a page each in every
+    step. One after the other off a stack, the tokens of one request would lie as far apart as there are requests, in
+    the same few sets of a processor's cache: with 64 requests of 300 tokens a decode step took 1.3 times as long.
+    """
+
+    def __init__(self, first: int, count: int) -> None:
+        self.count = count
+        self._first, self._is_free = first, bytearray(b"\1" * count)
+        self._sizes = [min(RUN, count - at) for at in range(0, count, RUN)]  # the last one may be shorter
+        self._left = self._sizes[:]  # free ones of each run
+        self._is_whole = bytearray(b"\1" * len(self._left))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return (self._first + at for at, free in enumerate(self._is_free) if free)
+
+    def take(self, n: int, behind: int | None) -> list[int]:
+        """n of them, from the one behind the page `behind` on: to the end of its run, and through runs that are whole."""
+        taken, at = list[int](), -1 if behind is None else behind - self._first + 1
+        self.count -= n
+        while len(taken) < n:
+            follows = 0 <= at < len(self._is_free) and self._is_free[at] and (at % RUN or self._is_whole[at // RUN])
+            if not follows:
+                run = self._is_whole.find(1)
+                at = run * RUN if run >= 0 else self._is_free.find(1)
+            self._is_free[at] = self._is_whole[at // RUN] = 0
+            self._left[at // RUN] -= 1
+            taken.append(self._first + at)
+            at += 1
+        return taken
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            at = page - self._first
+            assert not self._is_free[at], f"page {page} is given back twice"
+            self._is_free[at], run = 1, at // RUN
+            self._left[run] += 1
+            self._is_whole[run] = self._left[run] == self._sizes[run]
+            self.count += 1
 
 
 class PageAllocator:
@@ -43,7 +88,7 @@ class PageAllocator:
         self.count, self.ranks = count, ranks
         self.routes: np.ndarray | None = None  # [pages, L, K] experts that each cached token went to, and keys it chose
         self.keys, self.values = LayerPools(count + 1), LayerPools(count + 1)
-        self._free = list(range((rank + 1) * count, rank * count, -1))
+        self.free = FreePages(rank * count + 1, count)
 
     @property
     def of_ranks(self) -> list[PageAllocator]:
@@ -52,16 +97,15 @@ class PageAllocator:
 
     @property
     def free_count(self) -> int:
-        return len(self._free)
+        return len(self.free)
 
-    def allocate_pages(self, n: int) -> list[int]:
-        assert n <= len(self._free), f"{n} pages wanted, {len(self._free)} free: the scheduler must make room first"
-        taken = self._free[len(self._free) - n :][::-1]
-        del self._free[len(self._free) - n :]
-        return taken
+    def allocate_pages(self, n: int, behind: int | None = None) -> list[int]:
+        """`behind`: the page of the token before theirs."""
+        assert n <= self.free_count, f"{n} pages wanted, {self.free_count} free: the scheduler must make room first"
+        return self.free.take(n, behind)
 
-    def free_pages(self, pages: Iterator[int] | list[int]) -> None:
-        self._free.extend(pages)
+    def free_pages(self, pages: Iterable[int]) -> None:
+        self.free.give_back(pages)
 
     def note_routes(self, slots: Tensor, routes: Tensor) -> None:
         """Beside its keys and values a token keeps its route, so that a prefix that is found in
@@ -75,6 +119,11 @@ class PageAllocator:
         """Forget every key and value; the pools are empty at the next write."""
         self.keys.clear()
         self.values.clear()
+
+
+def last_page(live: SequenceState) -> int | None:
+    """That of its newest token."""
+    return live.pages[-1] if live.pages else None
 
 
 class SequencePages:
@@ -100,12 +149,12 @@ class SequencePages:
     def reserve(self, live: SequenceState, n: int) -> bool:
         if not self.make_room(n):
             return False
-        live.pages += self.pages.allocate_pages(n)
+        live.pages += self.pages.allocate_pages(n, last_page(live))
         return True
 
     def reserve_ahead(self, live: SequenceState, n: int) -> int:
         """Pages for guesses: only free ones, nobody is evicted or retracted for a guess. -> how many there are."""
-        live.ahead = self.pages.allocate_pages(min(n, self.pages.free_count))
+        live.ahead = self.pages.allocate_pages(min(n, self.pages.free_count), last_page(live))
         return len(live.ahead)
 
     def give_back_ahead(self, live: SequenceState) -> None:

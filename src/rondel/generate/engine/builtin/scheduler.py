@@ -147,7 +147,7 @@ class Scheduler:
         self.waiting.remove(live)
         self.running.append(live)
         live.root, live.node, live.shared, live.row = root, node, len(known), self._rows.pop()
-        live.owner, live.pages = owner, known + cache.pages.allocate_pages(n)
+        live.owner, live.pages = owner, known + cache.pages.allocate_pages(n, known[-1] if known else None)
         if cache.states is not None and known:
             cache.states.restore(node, live.row)
         live.cached = max(live.cached, live.shared)
