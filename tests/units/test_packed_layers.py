@@ -206,7 +206,7 @@ def test_new_weights_are_packed_before_the_next_pass():
 
 @pytest.mark.slow
 def test_a_model_that_was_changed_goes_through_its_modules():
-    for change in ("another parameter", "another module", "rounded"):
+    for change in ("another parameter", "another module", "another layer", "another last norm", "rounded"):
         loaded, _ = model("llama")
         layers = PackedLayers(loaded)
         before = logprobs(loaded, layers.hidden_states)
@@ -219,6 +219,10 @@ def test_a_model_that_was_changed_goes_through_its_modules():
             continue
         if change == "another module":
             attention.o_proj = torch.nn.Sequential(attention.o_proj, torch.nn.Identity())
+        elif change == "another layer":
+            loaded.model.model.layers[1] = copy.deepcopy(loaded.model.model.layers[0])
+        elif change == "another last norm":
+            loaded.model.model.norm = copy.deepcopy(loaded.model.model.layers[0].input_layernorm)
         else:
             loaded.round_sums()
         assert torch.equal(logprobs(loaded, layers.hidden_states), logprobs(loaded, loaded.hidden_states)), change
@@ -242,6 +246,14 @@ def test_where_the_one_call_differs_the_modules_stay(dtype, monkeypatch):
     forget()
     assert torch.equal(ours, logprobs(loaded, loaded.hidden_states))
     assert layers._fits is False and len(told) == 1 and "adds something else" in told[0] and "slower" in told[0]
+
+
+def test_where_the_last_norm_differs_the_modules_stay():
+    loaded, _ = model("llama")
+    loaded.model.model.norm.register_forward_hook(lambda _, __, out: 2 * out)
+    layers = PackedLayers(loaded)
+    assert torch.equal(logprobs(loaded, layers.hidden_states), logprobs(loaded, loaded.hidden_states))
+    assert layers._fits is False
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "qwen3_moe", "lfm2"])
