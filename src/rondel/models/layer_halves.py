@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from rondel.core.events import Warned, emit
 from rondel.models import cpu_kernels
 from rondel.models.attention import attention_layout
 from rondel.models.blocks import LIKE_LLAMA
-from rondel.models.cpu_kernels import CODES, TILE
+from rondel.models.cpu_kernels import CODES, TILE, place_of
 from rondel.models.fp32_sums import narrow_norm
 from rondel.models.linear import has_tiles, is_alone, is_compared, is_installed, is_tracing, modules_alone
 from rondel.models.main_grad import main_grad, returned_gradients
@@ -403,15 +404,12 @@ class _Half:
         assert normed is not None
         widths = [inner if room is None else room.shape[1], 0 if attended is None else attended.shape[1]]
         sizes = [*normed.shape, *widths, len(own)]
-        half = torch.tensor([*sizes, *(_address(self._tensors.get(name)) for name in self.PLACES)])
-        table = torch.tensor(
-            [
-                [_address(w), _address(b), _address(out), _address(total), 0 if w is None else len(w)]
-                for w, b, out, total in zip(own, floats, outs, totals, strict=True)
-            ]
-        )
+        half = array("q", [*sizes, *(_address(self._tensors.get(name)) for name in self.PLACES)])
+        table = array("q")
+        for w, b, out, total in zip(own, floats, outs, totals, strict=True):
+            table.extend([_address(w), _address(b), _address(out), _address(total), 0 if w is None else len(w)])
         cpu_kernels.library().rondel_layer_half(
-            CODES[normed.dtype], kind, half.data_ptr(), table.data_ptr(), eps, torch.get_num_threads()
+            CODES[normed.dtype], kind, place_of(half), place_of(table), eps, torch.get_num_threads()
         )
 
 

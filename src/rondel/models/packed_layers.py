@@ -14,6 +14,7 @@ each layer is computed both ways from the same stream, and where one differs the
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
 
 FRONT, ATTENTION, BACK, NORM = 1, 2, 4, 8  # parts of a layer, and what is behind all layers, as in cpu_layers.cpp
-POOLS = slice(10, 12)  # of a layer's addresses, those of keys and values
+PARTS = 13  # addresses of a layer; those of keys and values are the last but two and the last but one
 LONGEST = 512  # numbers of a head
 UNIT = 16  # outputs that are packed together
 # of what a layer adds to the stream: five half steps of bfloat16
@@ -190,7 +191,7 @@ class PackedWeights:
 
     room       the copies, one behind the other
     parts      of each layer, in the order of LayerParts in cpu_layers.cpp, up to the cache
-    table      [L, 13] their addresses, 0 where a layer has no such part; room for two pools; its window
+    table      [L, PARTS] their addresses, 0 where a layer has no such part; room for two pools; its window
     layers     which layer's pools each has
     heads      of queries, of keys; `size` numbers each, `inner` between gate and down
     last_norm  behind all layers
@@ -198,7 +199,7 @@ class PackedWeights:
 
     room: Tensor
     parts: list[list[Tensor | None]]
-    table: Tensor
+    table: array[int]
     layers: list[int]
     heads: tuple[int, int]
     size: int
@@ -221,10 +222,9 @@ class LayerPass:
         self._keys, self._values = (
             [pool.layer_pool(at, like) for at in packed.layers] for pool in (layout.keys, layout.values)
         )
-        self._table = packed.table.clone()
-        self._table[:, POOLS] = torch.tensor(
-            [[pool.data_ptr() for pool in pools] for pools in (self._keys, self._values)]
-        ).t()
+        self._table = packed.table[:]
+        for column, pools in enumerate((self._keys, self._values), PARTS - 3):
+            self._table[column::PARTS] = array("q", [pool.data_ptr() for pool in pools])
         joined, asked = (rows, (heads + 2 * shared) * packed.size), (rows, heads, packed.size)
         shapes = [(rows, width), joined, asked, asked, (rows, packed.inner), (rows, width)]
         rooms = [torch.empty(shape, dtype=dtype) for shape in shapes]
@@ -240,12 +240,13 @@ class LayerPass:
         self._read = [stream, *angles, layout.write.contiguous(), *rooms[:5], packed.last_norm, self.hidden], contexts
         sizes = [rows, width, heads, shared, packed.size, packed.inner, self._keys[0].shape[1]]
         first, then = ([_address(x) for x in tensors] for tensors in self._read)
-        self._numbers = torch.tensor([*sizes, *first, self._decoding, *then, *family, 0, 0])
+        self._numbers = array("q", [*sizes, *first, self._decoding, *then, *family, 0, 0])
 
     def run(self, first: int, count: int, parts: int) -> None:
         """These parts of `count` layers from `first` on."""
+        table, numbers = (cpu_kernels.place_of(one) for one in (self._table, self._numbers))
         cpu_kernels.library().rondel_layers(
-            cpu_kernels.CODES[self.hidden.dtype], self._table[first:].data_ptr(), count, parts, self._numbers.data_ptr(),
+            cpu_kernels.CODES[self.hidden.dtype], table + first * PARTS * self._table.itemsize, count, parts, numbers,
             self._packed.eps, self._rules[0].scale, torch.get_num_threads(),
         )  # fmt: skip
 
@@ -402,12 +403,14 @@ def _packed_weights(layers: list[Any], last_norm: Any, rules: list[ScoreRule]) -
     room = torch.empty(sum(sizes), dtype=dtype)
     rooms = iter(room.split(sizes))
     parts = [_packed_parts(layer, [next(rooms) for _ in PRODUCTS]) for layer in layers]
-    rows = [[*map(_address, own), 0, 0, rule.window or 0] for own, rule in zip(parts, rules, strict=True)]
+    table = array("q")
+    for own, rule in zip(parts, rules, strict=True):
+        table.extend([*map(_address, own), 0, 0, rule.window or 0])
     size = attention.head_dim
     return PackedWeights(
         room,
         parts,
-        table=torch.tensor(rows),
+        table=table,
         layers=[layer.self_attn.layer_idx for layer in layers],
         heads=(attention.q_proj.out_features // size, attention.k_proj.out_features // size),
         size=size,
