@@ -144,7 +144,9 @@ def read(loaded: Any) -> float:
     whole = [w.detach().flatten() for w in weights if w.numel() > 1]
     began = time.perf_counter()
     for weight in whole:
-        (weight if weight.numel() * weight.element_size() % 4 else weight.view(torch.float32)).sum()
+        float(
+            (weight if weight.numel() * weight.element_size() % 4 else weight.view(torch.float32)).sum()
+        )  # waits for it
     return time.perf_counter() - began
 
 

@@ -245,7 +245,7 @@ def test_where_the_one_call_differs_the_modules_stay(dtype, monkeypatch):
     ours = logprobs(loaded, layers.hidden_states)
     forget()
     assert torch.equal(ours, logprobs(loaded, loaded.hidden_states))
-    assert layers._fits is False and len(told) == 1 and "adds something else" in told[0] and "slower" in told[0]
+    assert layers._fits is False and len(told) == 1 and "gives something else" in told[0] and "slower" in told[0]
 
 
 def test_where_the_last_norm_differs_the_modules_stay():

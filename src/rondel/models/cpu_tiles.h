@@ -16,6 +16,7 @@ constexpr int64_t WIDTH = 32;  // outputs of a panel: two registers
 constexpr int64_t HALF = 16;   // outputs of a register
 constexpr int64_t TILE = 12;   // rows: with 32 outputs three quarters of all registers hold sums
 constexpr int64_t AHEAD = 1024;  // bytes of a panel that are asked for before they are multiplied
+constexpr int64_t FEW = 16;    // rows that wait for memory
 constexpr int64_t MOST = 192;  // rows that are computed over one reading of the weights
 
 // sums [R, WIDTH] of a panel over rows that are `step` numbers apart, whose words are `stride` words apart
@@ -87,17 +88,23 @@ template <class T> inline void panel_sums(int64_t rows, const T *x, int64_t step
 }
 
 // `use(first row, rows, panel, sums [rows, WIDTH])` of each panel, on the threads of the region that this is called in, which do not wait
-// for each other at its end. Each takes its share of what is left, again and again: long runs of panels, which memory gives faster than one
-// after the other to whoever asks, and short ones at the end.
+// for each other at its end. Few rows wait for memory, which is faster where a thread reads long runs of panels: its share of what is left,
+// again and again. Many rows compute, and a neighbour on the same cores then holds up one panel.
 template <class T, class Use>
 inline void panel_product(const T *x, const T *panels, int64_t rows, int64_t in, int64_t count, const Use &use) {
     for (int64_t first = 0; first < rows; first += MOST) {
         int64_t some = std::min(MOST, rows - first);
         alignas(64) float sums[MOST * WIDTH];
-#pragma omp for schedule(guided) nowait
-        for (int64_t p = 0; p < count; p++) {
+        auto compute = [&](int64_t p) {
             panel_sums(some, x + first * in, in, panels + p * in * WIDTH, in / JOINED<T>, sums);
             use(first, some, p, sums);
+        };
+        if (rows <= FEW) {
+#pragma omp for schedule(guided) nowait
+            for (int64_t p = 0; p < count; p++) compute(p);
+        } else {
+#pragma omp for schedule(dynamic) nowait
+            for (int64_t p = 0; p < count; p++) compute(p);
         }
     }
 }

@@ -178,8 +178,8 @@ class PackedLayers:
             return True
         emit(
             Warned(
-                f"'{self.loaded.name}': a layer of it in one call adds something else than its module, by {worst:.2g} "
-                f"of it (limit {limit:g}), so the engine computes with modules, slower"
+                f"'{self.loaded.name}': in one call a layer, or the norm behind them, gives something else than its "
+                f"module, by {worst:.2g} of it (limit {limit:g}), so the engine computes with modules, slower"
             )
         )
         return False
