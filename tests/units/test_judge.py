@@ -350,7 +350,7 @@ def test_who_shares_a_process_with_a_deadly_call_is_asked_again(tmp_path, monkey
     (tmp_path / "theirs_shared.py").write_text(SHARED)
     texts = [str(i) for i in range(40)]
     texts[3], texts[11], texts[20], texts[21] = "die", "slow", "block", "raise"
-    results, _ = asked("theirs_shared:Theirs", [(said(text), task(1)) for text in texts], timeout=0.5)
+    results, _ = asked("theirs_shared:Theirs", [(said(text), task(1)) for text in texts], timeout=1.5)
     wrong = {i: r.reason for i, r in enumerate(results) if isinstance(r, Failed)}
     assert wrong == {3: "worker died", 11: "timeout", 20: "timeout", 21: "raised SystemExit"}, results
     assert [r.value for i, r in enumerate(results) if i not in wrong] == [float(i) for i in range(40) if i not in wrong]
