@@ -85,12 +85,8 @@ def main(argv: list[str] | None = None) -> None:
     host: dict[int, list[float]] = {}
     reading: dict[int, list[float]] = {}
     for n in sizes:
-        reading[n], table[n], cpu_table[n], host[n] = (
-            [],
-            {name: [] for name in passes},
-            {name: [] for name in passes},
-            [],
-        )
+        reading[n], host[n] = [], []
+        table[n], cpu_table[n] = {name: [] for name in passes}, {name: [] for name in passes}
         engine.runner.step = timed  # type: ignore[method-assign]
         for seed in range(a.rounds + 1):  # the first one warms up
             if seed:
@@ -142,11 +138,10 @@ def read(loaded: Any) -> float:
     layers = [] if packed is None else packed.packed_memory
     weights = [*(layers or loaded.model.parameters()), *([loaded.head.weight.detach()] if layers else [])]
     whole = [w.detach().flatten() for w in weights if w.numel() > 1]
+    whole = [w if w.nbytes % 4 else w.view(torch.float32) for w in whole]
     began = time.perf_counter()
     for weight in whole:
-        float(
-            (weight if weight.numel() * weight.element_size() % 4 else weight.view(torch.float32)).sum()
-        )  # waits for it
+        float(weight.sum())  # waits for the device, too
     return time.perf_counter() - began
 
 

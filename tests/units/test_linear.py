@@ -15,7 +15,7 @@ from kits.engine import prompt, tiny
 from kits.train import awkward_groups, batch, model, row, trainer
 from rondel.models import cpu_kernels, linear, native_library, processor
 from rondel.models.linear import PackedLinear, install_cpu_linear, matmul, product
-from rondel.models.main_grad import weights_changed
+from rondel.models.main_grad import stamp_of, stamps_of, weights_changed
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -380,3 +380,21 @@ def test_packed_copies_are_not_held_while_gradients_are_and_none_of_the_referenc
     t._step(groups, algo)
     assert held == [0]
     assert t.start is not None and sum(stack.packed_bytes for stack in linear.packed_linears(t.start.model)) == 0
+
+
+def test_stamps_of_all_change_where_the_stamp_of_one_does():
+    weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    frozen = [torch.ones(4), torch.nn.Parameter(torch.ones(4), requires_grad=False)]
+    for change, alike in (
+        (lambda w: w[1].detach().mul_(2), False),
+        (lambda w: setattr(w[2], "data", torch.ones(4)), False),
+        (lambda w: None, True),
+    ):
+        for group in (weights, [*weights, *frozen]):
+            before, each = stamps_of(group), [stamp_of(w) for w in group]
+            change(group)
+            assert (stamps_of(group) == before) == ([stamp_of(w) for w in group] == each) == alike
+    for group, alike in ((weights, False), ([*frozen, weights[0]], False), (frozen, True)):
+        before, each = stamps_of(group), [stamp_of(w) for w in group]
+        weights_changed()
+        assert (stamps_of(group) == before) == ([stamp_of(w) for w in group] == each) == alike

@@ -1,7 +1,7 @@
 // Layers of a dense decoder over the engine's cache in bfloat16 or float32, each in one piece, from the residual stream in fp32 to
 // the residual stream: norm, joined product of q, k and v, rotary embedding, cache, attention of a decode step, product,
 // sum, norm, joined product of gate and up with silu(g) · u behind it, product, sum. One team of threads computes them
-// all, so what lies between two operations is a barrier. packed_layers.py calls this; it rounds where the modules do.
+// all, the norm behind the last layer too, so what lies between two operations is a barrier. packed_layers.py calls this; it rounds where the modules do.
 
 #include "cpu_tiles.h"
 

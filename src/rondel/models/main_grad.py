@@ -80,8 +80,8 @@ def stamp_of(tensor: Tensor) -> Stamp:
 
 
 def stamps_of(tensors: list[Tensor]) -> Stamps:
-    """Of all at once: storages, counters, and calls of `weights_changed` where one of them is trained. Each of the three
-    is one reading of them: behind a pass over all weights what tensors know of themselves lies in no cache.
+    """Changed where a `stamp_of` one of them is: storages, counters, and calls of `weights_changed` where one is trained.
+    Each of the three is one reading of all: behind a pass over weights what tensors know of themselves lies in no cache.
     """
     trained = any(tensor.requires_grad for tensor in tensors)
     return list(map(Tensor.data_ptr, tensors)), list(map(_version_of, tensors)), _changes if trained else -1
