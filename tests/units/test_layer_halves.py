@@ -82,11 +82,14 @@ def halves_of(loaded):
     return [(one if hasattr(one.func, "__self__") else one.args[0]).func.__self__ for one in partials]
 
 
+WIDE = {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1024, "num_hidden_layers": 1}
+
+
 @DTYPES
 @pytest.mark.parametrize("tokens", [4, 23, pytest.param(900, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [*FAMILIES, "wide"])
 def test_values_and_gradients_are_as_near_to_float64_as_those_of_modules(kind, tokens, dtype):
-    loaded = model(kind, dtype)
+    loaded = model("llama", dtype, **WIDE) if kind == "wide" else model(kind, dtype)
     ours = gradients(loaded, tokens)
     assert all(half._fits for half in halves_of(loaded))
     with modules_alone():
@@ -98,9 +101,9 @@ def test_values_and_gradients_are_as_near_to_float64_as_those_of_modules(kind, t
         for found in (ours, theirs)
     )
     assert 0 < sum(off.values()) < (1.1 if dtype == bf16 else 2) * sum(usual.values())
-    assert all(off[name] < (1.5 * usual[name] + 1e-3 if dtype == bf16 else 2e-6) for name in off), {
-        n: (off[n], usual[n]) for n in off
-    }
+    assert all(
+        off[name] < (1.5 * usual[name] + 1e-3 if dtype == bf16 else max(2e-6, 1.2 * usual[name])) for name in off
+    ), {n: (off[n], usual[n]) for n in off}
 
 
 @DTYPES

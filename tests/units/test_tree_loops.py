@@ -20,6 +20,7 @@ TREES = {
     "a prompt and its answers": [(37, None), (5, 0), (64, 0), (1, 0), (11, None), (33, 4), (20, 4)],
     "answers of answers": [(3, None), (40, 0), (7, 1), (130, 2), (9, 1), (6, None)],
     "a long one": [(301, None), (29, 0)],
+    "as many keys as lie in sets of a cache": [(483, None), (29, 0)],
 }
 
 

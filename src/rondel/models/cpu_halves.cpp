@@ -25,6 +25,25 @@ template <class T> struct Product {  // addresses; 0 for what is not there
     int64_t width;
 };
 
+template <class T> struct Half {  // as layer_halves.py hands it over
+    int64_t rows, width, inner, attended_width, count;  // count: products of the front half
+    int64_t step, attended_step, inner_step, joined_step;  // from row to row: of `normed` and `dnormed`, and the others
+    const float *stream;    // [rows, width]: what the half reads
+    const T *norm;       // [width]
+    T *normed;           // room [rows, width]
+    const T *attended;   // [rows, attended_width]
+    float *middle;          // [rows, width]: the stream behind attention
+    T *inner_room;       // [rows, inner]
+    float *out;             // [rows, width]: the stream behind the layer
+    const float *dout;      // its gradient; in the front half that of the stream from behind, or 0
+    T *joined;           // room: gradients beside each other
+    T *tiles;            // room for `put_gradient`
+    T *dnormed;          // room [rows, width]
+    T *dattended;        // [rows, attended_width]
+    float *dstream;         // [rows, width]
+    float *shares;          // [blocks, width], zeros
+};
+
 // -- products --------------------------------------------------------------------------------------------
 
 inline int64_t parts_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
@@ -39,20 +58,21 @@ inline int64_t blocks_of(int64_t rows, int64_t count) {
     return std::max(parts_of(rows, MOST_ROWS), shares_of(count, parts_of(rows, LEAST_ROWS)));
 }
 
-// `use(first row, rows, panel, sums [rows, WIDTH])` of x [rows, in] and `count` panels, which `put(panel, to)` fills, on
-// the threads of the region, which do not wait for each other at its end
-template <class T, class Put, class Use>
-inline void multiply(const T *x, int64_t rows, int64_t in, int64_t count, std::vector<T> &room, const Put &put, const Use &use) {
+// `use(first row, rows, panel, sums [rows, WIDTH])` of x [rows, in], whose rows are `step` numbers apart, and `count` panels, which
+// `put(panel, to)` fills, on the threads of the region, which do not wait for each other at its end. A thread takes AT_ONCE panels,
+// whose results share lines of memory: each line is written by one thread.
+template <int64_t AT_ONCE = 1, class T, class Put, class Use>
+inline void multiply(const T *x, int64_t step, int64_t rows, int64_t in, int64_t count, std::vector<T> &room, const Put &put, const Use &use) {
     int64_t blocks = blocks_of(rows, count);
     T *panel = aligned_room(room, in * WIDTH);
-#pragma omp for schedule(dynamic) nowait
+#pragma omp for schedule(dynamic, AT_ONCE) nowait
     for (int64_t job = 0; job < blocks * count; job++) {
         int64_t p = job % count, first = job / count * rows / blocks, end = (job / count + 1) * rows / blocks;
         alignas(64) float sums[TILE * WIDTH];
         put(p, panel);
         for (int64_t left = (end - first + TILE - 1) / TILE; left; left--) {
             int64_t some = (end - first) / left;
-            row_sums(some, x + first * in, in, panel, in / JOINED<T>, sums);
+            row_sums(some, x + first * step, step, panel, in / JOINED<T>, sums);
             use(first, some, p, sums);
             first += some;
         }
@@ -67,9 +87,9 @@ template <class T> inline void put_gradient(const T *grad, int64_t step, int64_t
     for (int64_t from = 0; from < words; from += SOME) put_tiles(grad, step, rows, width, from, std::min(words, from + SOME), to);
 }
 
-// total [width, in] += gradᵀ x, for a gradient from `put_gradient` and x [rows, in]; ends without waiting
+// total [width, in] += gradᵀ x, for a gradient from `put_gradient` and x [rows, in], `step` numbers apart; ends without waiting
 template <class T>
-inline void add_weight_gradient(const T *grad, const T *x, int64_t rows, int64_t width, int64_t in, float *total,
+inline void add_weight_gradient(const T *grad, const T *x, int64_t step, int64_t rows, int64_t width, int64_t in, float *total,
                                 std::vector<T> &room) {
     constexpr int64_t J = JOINED<T>;
     int64_t words = words_of<T>(rows), tiles = tiles_of(width), count = panels_of(in);
@@ -78,7 +98,7 @@ inline void add_weight_gradient(const T *grad, const T *x, int64_t rows, int64_t
 #pragma omp for schedule(dynamic) nowait
     for (int64_t job = 0; job < chunks * count; job++) {
         int64_t p = job % count, columns = std::min(WIDTH, in - p * WIDTH), chunk = job / count;
-        put_rows(x + p * WIDTH, in, rows, columns, panel);
+        put_rows(x + p * WIDTH, step, rows, columns, panel);
         for (int64_t tile = chunk * tiles / chunks; tile < (chunk + 1) * tiles / chunks; tile++) {
             alignas(64) float sums[TILE * WIDTH], more[TILE * WIDTH];
             int64_t outputs = std::min(TILE, width - tile * TILE);
@@ -116,8 +136,8 @@ template <class T> inline void put_product(const Product<T> &one, int64_t in, in
 
 // out = x Wᵀ + b, rounded, to `use(row, column, rounded numbers, columns)`
 template <class T, class Use>
-inline void product(const T *x, int64_t rows, int64_t in, const Product<T> &one, std::vector<T> &room, const Use &use) {
-    multiply(x, rows, in, panels_of(one.width), room, [&](int64_t p, T *panel) { put_product(one, in, p, panel); },
+inline void product(const T *x, int64_t step, int64_t rows, int64_t in, const Product<T> &one, std::vector<T> &room, const Use &use) {
+    multiply(x, step, rows, in, panels_of(one.width), room, [&](int64_t p, T *panel) { put_product(one, in, p, panel); },
              [&](int64_t first, int64_t some, int64_t p, float *sums) {
         each_row(first, some, p, one.width, sums, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
             float out[WIDTH];
@@ -129,12 +149,12 @@ inline void product(const T *x, int64_t rows, int64_t in, const Product<T> &one,
     });
 }
 
-// dx [rows, in] = sum of grad W over products whose gradients lie beside each other in grad [rows, sum of widths]
+// dx [rows, in] = sum of grad W over products whose gradients lie beside each other in grad [rows, sum of widths], `step` numbers apart
 template <class T, class Use>
-inline void input_gradient(const T *grad, int64_t rows, int64_t in, const Product<T> *products, int64_t count, std::vector<T> &room, const Use &use) {
+inline void input_gradient(const T *grad, int64_t step, int64_t rows, int64_t in, const Product<T> *products, int64_t count, std::vector<T> &room, const Use &use) {
     int64_t all = 0;
     for (int64_t i = 0; i < count; i++) all += products[i].width;
-    multiply(grad, rows, all, panels_of(in), room, [&](int64_t p, T *panel) {
+    multiply(grad, step, rows, all, panels_of(in), room, [&](int64_t p, T *panel) {
         for (int64_t i = 0; i < count; panel += products[i].width * WIDTH, i++)
             put_rows(products[i].weight + p * WIDTH, in, products[i].width, std::min(WIDTH, in - p * WIDTH), panel);
     }, [&](int64_t first, int64_t some, int64_t p, const float *sums) { each_row(first, some, p, in, sums, use); });
@@ -148,18 +168,20 @@ template <class T> inline void store(const float *from, int64_t count, T *to) {
 }
 
 template <class T>
-inline void norm_rows(const float *stream, const T *weight, T *out, int64_t rows, int64_t width, float eps) {
+inline void norm_rows(const float *stream, const Half<T> &n, float eps) {
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; row++) norm_row(stream + row * width, weight, out + row * width, width, eps);
+    for (int64_t row = 0; row < n.rows; row++) norm_row(stream + row * n.width, n.norm, n.normed + row * n.step, n.width, eps);
 }
 
-// dstream [rows, width] += the gradient through a norm of `grad`, and the shares of its weight [blocks, width]
+// dstream += the gradient through a norm of x [rows, width], and the shares of its weight
 template <class T>
-inline void norm_gradient(const float *x, const T *weight, const T *grad, float *dx, float *shares, int64_t rows, int64_t width, float eps) {
+inline void norm_gradient(const float *x, const Half<T> &n, float eps) {
 #pragma omp for schedule(static)
-    for (int64_t b = 0; b < (rows + NORM_ROWS - 1) / NORM_ROWS; b++)
-        for (int64_t row = b * NORM_ROWS; row < std::min(rows, (b + 1) * NORM_ROWS); row++)
-            norm_row_backward<true>(x + row * width, weight, grad + row * width, dx + row * width, shares + b * width, width, eps);
+    for (int64_t b = 0; b < (n.rows + NORM_ROWS - 1) / NORM_ROWS; b++)
+        for (int64_t row = b * NORM_ROWS; row < std::min(n.rows, (b + 1) * NORM_ROWS); row++) {
+            int64_t at = row * n.width;
+            norm_row_backward<true>(x + at, n.norm, n.dnormed + row * n.step, n.dstream + at, n.shares + b * n.width, n.width, eps);
+        }
 }
 
 // gate and up of one part of a row, the gradient of silu(g) · u -> theirs, and silu(g) · u again in the place of `y`
@@ -182,50 +204,31 @@ template <class T> inline void gate_row(const T *gate, const T *up, int64_t coun
 
 // -- the halves -------------------------------------------------------------------------------------------
 
-template <class T> struct Half {  // as layer_halves.py hands it over
-    int64_t rows, width, inner, attended_width, count;  // count: products of the front half
-    const float *stream;    // [rows, width]: what the half reads
-    const T *norm;       // [width]
-    T *normed;           // room [rows, width]
-    const T *attended;   // [rows, attended_width]
-    float *middle;          // [rows, width]: the stream behind attention
-    T *inner_room;       // [rows, inner]
-    float *out;             // [rows, width]: the stream behind the layer
-    const float *dout;      // its gradient; in the front half that of the stream from behind, or 0
-    T *joined;           // room: gradients beside each other
-    T *tiles;            // room for `put_gradient`
-    T *dnormed;          // room [rows, width]
-    T *dattended;        // [rows, attended_width]
-    float *dstream;         // [rows, width]
-    float *shares;          // [blocks, width], zeros
-};
-
 template <class T> void front_forward(const Half<T> &n, const Product<T> *products, float eps) {
     std::vector<T> room;
-    norm_rows(n.stream, n.norm, n.normed, n.rows, n.width, eps);
+    norm_rows(n.stream, n, eps);
     for (int64_t i = 0; i < n.count; i++) {
         const Product<T> &one = products[i];
-        product(n.normed, n.rows, n.width, one, room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
+        product(n.normed, n.step, n.rows, n.width, one, room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
             store(out, columns, one.out + row * one.width + at);
         });
     }
 }
 
-// weights' gradients of products of one input [rows, in], whose gradients lie beside each other
+// weights' gradients of products of one input [rows, in], whose gradients lie beside each other; rows of both are as far apart as said
 template <class T>
-void weight_gradients(const Half<T> &n, const T *joined, const T *x, int64_t in, const Product<T> *products, int64_t count, std::vector<T> &room) {
-    int64_t all = 0, at = 0;
-    for (int64_t i = 0; i < count; i++) all += products[i].width;
+void weight_gradients(const Half<T> &n, const T *joined, int64_t step, const T *x, int64_t x_step, int64_t in, const Product<T> *products, int64_t count, std::vector<T> &room) {
+    int64_t at = 0;
     T *to = n.tiles;
     for (int64_t i = 0; i < count; at += products[i].width, i++)
         if (products[i].total) {
-            put_gradient(joined + at, all, n.rows, products[i].width, to);
+            put_gradient(joined + at, step, n.rows, products[i].width, to);
             to += tiles_of(products[i].width) * TILE * words_of<T>(n.rows) * JOINED<T>;
         }
     to = n.tiles;
     for (int64_t i = 0; i < count; i++)
         if (products[i].total) {
-            add_weight_gradient(to, x, n.rows, products[i].width, in, products[i].total, room);
+            add_weight_gradient(to, x, x_step, n.rows, products[i].width, in, products[i].total, room);
             to += tiles_of(products[i].width) * TILE * words_of<T>(n.rows) * JOINED<T>;
         }
 #pragma omp barrier
@@ -233,23 +236,21 @@ void weight_gradients(const Half<T> &n, const T *joined, const T *x, int64_t in,
 
 template <class T> void front_backward(const Half<T> &n, const Product<T> *products, float eps) {
     std::vector<T> room;
-    int64_t all = 0;
-    for (int64_t i = 0; i < n.count; i++) all += products[i].width;
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < n.rows; row++) {
-        T *to = n.joined + row * all;
+        T *to = n.joined + row * n.joined_step;
         for (int64_t i = 0; i < n.count; to += products[i].width, i++)
             memcpy(to, products[i].out + row * products[i].width, products[i].width * sizeof(T));
         if (n.dout) memcpy(n.dstream + row * n.width, n.dout + row * n.width, n.width * sizeof(float));
         else memset(n.dstream + row * n.width, 0, n.width * sizeof(float));
     }
-    norm_rows(n.stream, n.norm, n.normed, n.rows, n.width, eps);
-    weight_gradients(n, n.joined, n.normed, n.width, products, n.count, room);
-    input_gradient(n.joined, n.rows, n.width, products, n.count, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
-        store(own, columns, n.dnormed + row * n.width + at);
+    norm_rows(n.stream, n, eps);
+    weight_gradients(n, n.joined, n.joined_step, n.normed, n.step, n.width, products, n.count, room);
+    input_gradient(n.joined, n.joined_step, n.rows, n.width, products, n.count, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
+        store(own, columns, n.dnormed + row * n.step + at);
     });
 #pragma omp barrier
-    norm_gradient(n.stream, n.norm, n.dnormed, n.dstream, n.shares, n.rows, n.width, eps);
+    norm_gradient(n.stream, n, eps);
 }
 
 enum { OUT, GATE, UP, DOWN };
@@ -264,9 +265,9 @@ inline void add_part(const float *from, const float *out, int64_t count, float *
 
 // gate, up and silu(g) · u of the stream behind attention, those of them for which there is room
 template <class T> void gated_forward(const Half<T> &n, const Product<T> *products, float eps, std::vector<T> &room) {
-    norm_rows(n.middle, n.norm, n.normed, n.rows, n.width, eps);
+    norm_rows(n.middle, n, eps);
     const Product<T> &gate = products[GATE], &up = products[UP];
-    multiply(n.normed, n.rows, n.width, n.inner / HALF, room, [&](int64_t p, T *panel) {
+    multiply<2>(n.normed, n.step, n.rows, n.width, n.inner / HALF, room, [&](int64_t p, T *panel) {
         put_outputs(gate.weight + p * HALF * n.width, n.width, HALF, panel);
         put_outputs(up.weight + p * HALF * n.width, n.width, HALF, panel + JOINED<T> * HALF);
     }, [&](int64_t first, int64_t some, int64_t p, const float *sums) {
@@ -284,10 +285,10 @@ template <class T> void gated_forward(const Half<T> &n, const Product<T> *produc
             gate_vector<T, VECTOR>(g, u);
             for (int i = 0; i < VECTOR; i++) narrow(u[i], out[i]);
             for (int64_t i = 0; i < count; i++) {
-                int64_t at = (first + r + i) * n.inner + p * HALF;
+                int64_t row = first + r + i, at = row * n.inner + p * HALF;
                 if (gate.out) memcpy(gate.out + at, narrow_g + i * HALF, HALF * sizeof(T));
                 if (up.out) memcpy(up.out + at, narrow_u + i * HALF, HALF * sizeof(T));
-                if (n.inner_room) memcpy(n.inner_room + at, out + i * HALF, HALF * sizeof(T));
+                if (n.inner_room) memcpy(n.inner_room + row * n.inner_step + p * HALF, out + i * HALF, HALF * sizeof(T));
             }
         }
     });
@@ -296,12 +297,12 @@ template <class T> void gated_forward(const Half<T> &n, const Product<T> *produc
 
 template <class T> void back_forward(const Half<T> &n, const Product<T> *products, float eps) {
     std::vector<T> room;
-    product(n.attended, n.rows, n.attended_width, products[OUT], room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
+    product(n.attended, n.attended_step, n.rows, n.attended_width, products[OUT], room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
         add_part(n.stream + row * n.width + at, out, columns, n.middle + row * n.width + at);
     });
 #pragma omp barrier
     gated_forward(n, products, eps, room);
-    product(n.inner_room, n.rows, n.inner, products[DOWN], room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
+    product(n.inner_room, n.inner_step, n.rows, n.inner, products[DOWN], room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
         add_part(n.middle + row * n.width + at, out, columns, n.out + row * n.width + at);
     });
 }
@@ -311,29 +312,29 @@ template <class T> void back_backward(const Half<T> &n, const Product<T> *produc
     T *narrowed = n.dnormed;  // of a gradient of the stream, until that of the norm is there
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < n.rows; row++)
-        for (int64_t i = row * n.width; i < (row + 1) * n.width; i++) narrow(n.dout[i], narrowed[i]), n.dstream[i] = n.dout[i];
-    norm_rows(n.middle, n.norm, n.normed, n.rows, n.width, eps);
+        for (int64_t i = 0; i < n.width; i++) narrow(n.dout[row * n.width + i], narrowed[row * n.step + i]), n.dstream[row * n.width + i] = n.dout[row * n.width + i];
+    norm_rows(n.middle, n, eps);
     const T *gate = products[GATE].out, *up = products[UP].out;
-    input_gradient(narrowed, n.rows, n.inner, products + DOWN, 1, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
+    input_gradient(narrowed, n.step, n.rows, n.inner, products + DOWN, 1, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
         float y[WIDTH];
         for (int64_t i = 0; i < WIDTH; i++) y[i] = rounded<T>(own[i]);
-        int64_t from = row * n.inner + at, to = row * 2 * n.inner + at;
+        int64_t from = row * n.inner + at, to = row * n.joined_step + at;
         gate_row(gate + from, up + from, columns, y, n.joined + to, n.joined + to + n.inner);
-        store(y, columns, n.inner_room + from);
+        store(y, columns, n.inner_room + row * n.inner_step + at);
     });
 #pragma omp barrier
-    weight_gradients(n, narrowed, n.inner_room, n.inner, products + DOWN, 1, room);
-    weight_gradients(n, n.joined, n.normed, n.width, products + GATE, 2, room);
-    input_gradient(n.joined, n.rows, n.width, products + GATE, 2, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
-        store(own, columns, n.dnormed + row * n.width + at);
+    weight_gradients(n, narrowed, n.step, n.inner_room, n.inner_step, n.inner, products + DOWN, 1, room);
+    weight_gradients(n, n.joined, n.joined_step, n.normed, n.step, n.width, products + GATE, 2, room);
+    input_gradient(n.joined, n.joined_step, n.rows, n.width, products + GATE, 2, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
+        store(own, columns, n.dnormed + row * n.step + at);
     });
 #pragma omp barrier
-    norm_gradient(n.middle, n.norm, n.dnormed, n.dstream, n.shares, n.rows, n.width, eps);
+    norm_gradient(n.middle, n, eps);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < n.rows; row++)
-        for (int64_t i = row * n.width; i < (row + 1) * n.width; i++) narrow(n.dstream[i], narrowed[i]);
-    weight_gradients(n, narrowed, n.attended, n.attended_width, products + OUT, 1, room);
-    input_gradient(narrowed, n.rows, n.attended_width, products + OUT, 1, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
+        for (int64_t i = 0; i < n.width; i++) narrow(n.dstream[row * n.width + i], narrowed[row * n.step + i]);
+    weight_gradients(n, narrowed, n.step, n.attended, n.attended_step, n.attended_width, products + OUT, 1, room);
+    input_gradient(narrowed, n.step, n.rows, n.attended_width, products + OUT, 1, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
         store(own, columns, n.dattended + row * n.attended_width + at);
     });
 }
@@ -342,7 +343,7 @@ template <class T>
 void add_whole_gradient(const T *grad, int64_t step, const T *x, int64_t rows, int64_t width, int64_t in, float *total, T *tiles) {
     std::vector<T> room;
     put_gradient(grad, step, rows, width, tiles);
-    add_weight_gradient(tiles, x, rows, width, in, total, room);
+    add_weight_gradient(tiles, x, in, rows, width, in, total, room);
 }
 
 template <class T> void run_half(int kind, const Half<T> &n, const Product<T> *products, float eps) {

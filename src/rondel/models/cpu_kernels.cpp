@@ -210,7 +210,7 @@ void decode(const T *q, const T *keys, const T *values, T *out, Contexts at, int
         std::vector<int64_t> slots;
 #pragma omp for schedule(static)
         for (int64_t job = 0; job < rows * heads; job++)
-            decode_job(q, keys, values, out, at, job / heads, job % heads, heads, repeats, size, pages, scale, room, slots);
+            decode_job(q, keys, values, out, heads * repeats * size, at, job / heads, job % heads, heads, repeats, size, pages, scale, room, slots);
     }
 }
 

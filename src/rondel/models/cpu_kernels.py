@@ -41,6 +41,7 @@ LANES = 16  # numbers of a head that a decode step adds at once
 PANEL = 16  # rows of a weight that are packed together, as in cpu_product.cpp
 TILE = 12  # outputs of a weight's gradient that are computed together, as in cpu_tiles.h
 WIDTH, HALF = 32, 16  # outputs of a panel of words, and those that are packed together, as in cpu_tiles.h
+SETS, LINE = 1024, 64  # bytes: rows so far apart share sets of a first cache (cpu_tiles.h); what keeps them from it
 PROOF = ((80, 48), (37, 100), (49, 2100))  # O and I of the weights of which a product is asked both ways
 ROWS = 64  # of a norm whose share of the weight's gradient is summed one after the other
 PLAIN = (Tensor, nn.Parameter)  # a copy that `contiguous` makes needs a name: without one it is freed before it is read
@@ -58,6 +59,19 @@ def kernels_of(device: torch.device) -> str:
     """What computes there in this process between products, as a run's facts name it;
     "" for another device than a CPU."""
     return "" if device.type != "cpu" else PLAIN_KERNELS if _loaded is None else LOOPS
+
+
+def row_room(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[rows, width], of which a product by tiles reads some rows at a time: no multiple of SETS bytes apart."""
+    step = width if width * dtype.itemsize % SETS else width + LINE // dtype.itemsize
+    return torch.empty(rows, step, dtype=dtype)[:, :width]
+
+
+def apart(x: Tensor) -> Tensor:
+    """x [rows, width] as it is, or where its rows do not lie as in `row_room`, a copy."""
+    if x.stride(1) == 1 and (len(x) == 1 or x.stride(0) * x.itemsize % SETS):
+        return x
+    return row_room(len(x), x.shape[1], x.dtype).copy_(x)
 
 
 def has_kernels(*tensors: Tensor) -> bool:
@@ -413,12 +427,12 @@ def pack_panels(weights: list[Tensor]) -> Tensor:
 
 def panel_product(x: Tensor, panels: Tensor, bias: Tensor | None, width: int) -> Tensor:
     """x [..., I], bias [width] in fp32 -> [..., width] in fp32."""
-    x = x.contiguous()
-    out, inside = torch.empty(*x.shape[:-1], width, dtype=torch.float32), x.shape[-1]
+    inside, out = x.shape[-1], torch.empty(*x.shape[:-1], width, dtype=torch.float32)
+    rows = apart(x.reshape(-1, inside))
     assert x.dtype == torch.float32 and panels.shape[1] == inside, (x.dtype, x.shape, panels.shape)
     library().rondel_product(
-        CODES[panels.dtype], x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        out.data_ptr(), x.numel() // inside, inside, width, torch.get_num_threads(),
+        CODES[panels.dtype], rows.data_ptr(), rows.stride(0), panels.data_ptr(), 0 if bias is None else bias.data_ptr(),
+        out.data_ptr(), len(rows), inside, width, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -506,11 +520,11 @@ def add_weight_gradient(main: Tensor, grad: Tensor, x: Tensor) -> None:
 
 def pair_product(x: Tensor, panels: Tensor, bias: Tensor | None, width: int) -> Tensor:
     """x [..., I] in bfloat16, bias [width] in fp32 -> [..., width] in fp32; a row has the same bits in any company."""
-    x = x.contiguous()
-    out, inside = torch.empty(*x.shape[:-1], width, dtype=torch.float32), x.shape[-1]
+    inside, out = x.shape[-1], torch.empty(*x.shape[:-1], width, dtype=torch.float32)
+    rows = apart(x.reshape(-1, inside))
     assert x.dtype == torch.bfloat16 and panels.shape[1] * 2 == inside, (x.dtype, x.shape, panels.shape)
     library().rondel_pair_product(
-        x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), x.numel() // inside,
-        inside, width, torch.get_num_threads(),
+        rows.data_ptr(), rows.stride(0), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
+        len(rows), inside, width, torch.get_num_threads(),
     )  # fmt: skip
     return out

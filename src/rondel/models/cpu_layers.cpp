@@ -11,6 +11,7 @@ constexpr int64_t LONGEST = 512;  // numbers of a head
 
 struct Sizes {  // as packed_layers.py hands them over
     int64_t rows, width, heads, shared, size, inner, pages;
+    int64_t normed_step, attended_step, inner_step;  // from row to row of a room
 };
 
 template <class T> struct LayerParts {  // addresses; 0 where a layer has no such part
@@ -41,9 +42,9 @@ inline void add_bias(const float *sums, const float *bias, float *out) {
         for (int i = 0; i < HALF; i++) out[i] = sums[i];
 }
 
-template <class T> void norm_rows(const float *stream, const T *weight, T *out, const Sizes &n, float eps) {
+template <class T> void norm_rows(const float *stream, const T *weight, T *out, int64_t step, const Sizes &n, float eps) {
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < n.rows; row++) norm_row(stream + row * n.width, weight, out + row * n.width, n.width, eps);
+    for (int64_t row = 0; row < n.rows; row++) norm_row(stream + row * n.width, weight, out + row * step, n.width, eps);
 }
 
 // Up to attention: queries, and the new keys and values in the cache.
@@ -51,8 +52,8 @@ template <class T>
 void layer_front(const LayerParts<T> &layer, const Sizes &n, float *stream, const float *cosine, const float *sine,
                  const int64_t *write, const Rooms<T> &room, float eps) {
     int64_t width = (n.heads + 2 * n.shared) * n.size, half = n.size / 2;
-    norm_rows(stream, layer.norm, room.normed, n, eps);
-    panel_product(room.normed, layer.qkv, n.rows, n.width, panels_of(width), [&](int64_t first, int64_t some, int64_t p, const float *sums) {
+    norm_rows(stream, layer.norm, room.normed, n.normed_step, n, eps);
+    panel_product(room.normed, n.normed_step, layer.qkv, n.rows, n.width, panels_of(width), [&](int64_t first, int64_t some, int64_t p, const float *sums) {
         each_half(first, some, p, width, sums, [&](int64_t row, int64_t at, const float *own) {
             float out[HALF];
             add_bias(own, layer.qkv_bias ? layer.qkv_bias + at : nullptr, out);
@@ -92,10 +93,10 @@ template <class T> void layer_back(const LayerParts<T> &layer, const Sizes &n, f
             });
         };
     };
-    panel_product(room.attended, layer.out, n.rows, n.heads * n.size, panels_of(n.width), add(layer.out_bias));
+    panel_product(room.attended, n.attended_step, layer.out, n.rows, n.heads * n.size, panels_of(n.width), add(layer.out_bias));
 #pragma omp barrier
-    norm_rows(stream, layer.next_norm, room.normed, n, eps);
-    panel_product(room.normed, layer.gate_up, n.rows, n.width, n.inner / HALF, [&](int64_t first, int64_t some, int64_t p, const float *sums) {
+    norm_rows(stream, layer.next_norm, room.normed, n.normed_step, n, eps);
+    panel_product<2>(room.normed, n.normed_step, layer.gate_up, n.rows, n.width, n.inner / HALF, [&](int64_t first, int64_t some, int64_t p, const float *sums) {
         constexpr int64_t AT_ONCE = VECTOR / HALF;  // rows of a vector
         for (int64_t r = 0; r < some; r += AT_ONCE) {
             int64_t count = std::min(AT_ONCE, some - r);
@@ -110,11 +111,11 @@ template <class T> void layer_back(const LayerParts<T> &layer, const Sizes &n, f
             T out[VECTOR];
             for (int i = 0; i < VECTOR; i++) narrow(up[i], out[i]);
             for (int64_t i = 0; i < count; i++)
-                memcpy(room.inner + (first + r + i) * n.inner + p * HALF, out + i * HALF, HALF * sizeof(T));
+                memcpy(room.inner + (first + r + i) * n.inner_step + p * HALF, out + i * HALF, HALF * sizeof(T));
         }
     });
 #pragma omp barrier
-    panel_product(room.inner, layer.down, n.rows, n.inner, panels_of(n.width), add(nullptr));
+    panel_product(room.inner, n.inner_step, layer.down, n.rows, n.inner, panels_of(n.width), add(nullptr));
 #pragma omp barrier
 }
 
@@ -146,17 +147,17 @@ void run_layers(const LayerParts<T> *layers, int64_t count, int parts, const Pas
             if (parts & 2) {
                 Contexts seen = pass.at;
                 seen.window = layer.window;
-                int64_t from = (n.rows - pass.decoding) * n.heads * n.size;
+                int64_t first = n.rows - pass.decoding, from = first * n.heads * n.size;
                 int64_t jobs = pass.decoding * n.shared, some = std::clamp<int64_t>(jobs / (2 * threads), 1, 8);
 #pragma omp for schedule(dynamic, some)  // siblings one after the other: what they share is still near
                 for (int64_t job = 0; job < jobs; job++)
-                    decode_job(room.q + from, (const T *)layer.keys, (const T *)layer.values, room.attended + from,
+                    decode_job(room.q + from, (const T *)layer.keys, (const T *)layer.values, room.attended + first * n.attended_step, n.attended_step,
                                seen, job % pass.decoding, job / pass.decoding, n.shared, n.heads / n.shared, n.size,
                                n.pages, scale, numbers, slots);
             }
             if (parts & 4) layer_back(layer, n, pass.stream, room, eps);
         }
-        if (parts & 8) norm_rows(pass.stream, pass.last_norm, pass.hidden, n, eps);
+        if (parts & 8) norm_rows(pass.stream, pass.last_norm, pass.hidden, n.width, n, eps);
     }
 }
 

@@ -31,11 +31,12 @@ void rondel_pack_words(const void *weight, void *panels, int64_t words, int64_t 
     }
 }
 
-void rondel_pair_product(const void *x, const void *panels, const float *bias, float *out, int64_t rows, int64_t in,
+// x: rows `step` numbers apart
+void rondel_pair_product(const void *x, int64_t step, const void *panels, const float *bias, float *out, int64_t rows, int64_t in,
                          int64_t width, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        panel_product((const bf16 *)x, (const bf16 *)panels, rows, in, panels_of(width), [&](int64_t first, int64_t some, int64_t p, const float *sums) {
+        panel_product((const bf16 *)x, step, (const bf16 *)panels, rows, in, panels_of(width), [&](int64_t first, int64_t some, int64_t p, const float *sums) {
             int64_t columns = std::min(WIDTH, width - p * WIDTH);
             for (int64_t r = 0; r < some; r++) {
                 float *to = out + (first + r) * width + p * WIDTH;

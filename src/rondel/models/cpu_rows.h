@@ -410,9 +410,10 @@ inline int64_t decode_room(int64_t repeats, int64_t size, int64_t count) {
     return 2 * repeats * size + LANES * size + repeats * (count + LANES) + LANES;
 }
 
-// Request `row` and key head `head` of queries [rows, heads · repeats, size] over pools [heads, pages, size].
+// Request `row` and key head `head` of queries [rows, heads · repeats, size] over pools [heads, pages, size]; rows of `out`
+// are `step` numbers apart.
 template <class T>
-inline void decode_job(const T *q, const T *keys, const T *values, T *out, const Contexts &at, int64_t row, int64_t head,
+inline void decode_job(const T *q, const T *keys, const T *values, T *out, int64_t step, const Contexts &at, int64_t row, int64_t head,
                        int64_t heads, int64_t repeats, int64_t size, int64_t pages, float scale,
                        std::vector<float> &room, std::vector<int64_t> &slots) {
     int64_t family = at.prefix ? at.place[row] / at.members : 0;
@@ -424,17 +425,18 @@ inline void decode_job(const T *q, const T *keys, const T *values, T *out, const
     room.resize(decode_room(repeats, size, count));
     lanes_t *aligned = (lanes_t *)(((uintptr_t)room.data() + sizeof(lanes_t) - 1) / sizeof(lanes_t) * sizeof(lanes_t));
     int64_t first = (row * heads + head) * repeats * size;
+    out += row * step + head * repeats * size;
 #ifdef __AVX512BF16__
     if constexpr (sizeof(T) == sizeof(bf16)) {
         const bf16 *asked = q + first, *k = keys + head * pages * size, *v = values + head * pages * size;
         float *scores = (float *)aligned;
-        if (size == PAIRS) return decode_pairs<1>(asked, k, v, out + first, slots.data(), count, repeats, scale, scores);
-        if (size == 2 * PAIRS) return decode_pairs<2>(asked, k, v, out + first, slots.data(), count, repeats, scale, scores);
-        if (size == 3 * PAIRS) return decode_pairs<3>(asked, k, v, out + first, slots.data(), count, repeats, scale, scores);
-        if (size == 4 * PAIRS) return decode_pairs<4>(asked, k, v, out + first, slots.data(), count, repeats, scale, scores);
+        if (size == PAIRS) return decode_pairs<1>(asked, k, v, out, slots.data(), count, repeats, scale, scores);
+        if (size == 2 * PAIRS) return decode_pairs<2>(asked, k, v, out, slots.data(), count, repeats, scale, scores);
+        if (size == 3 * PAIRS) return decode_pairs<3>(asked, k, v, out, slots.data(), count, repeats, scale, scores);
+        if (size == 4 * PAIRS) return decode_pairs<4>(asked, k, v, out, slots.data(), count, repeats, scale, scores);
     }
 #endif
-    decode_one(q + first, keys + head * pages * size, values + head * pages * size, out + first, slots.data(), count,
+    decode_one(q + first, keys + head * pages * size, values + head * pages * size, out, slots.data(), count,
                repeats, size, scale, aligned);
 }
 

@@ -3,6 +3,9 @@
 // outputs, [out / WIDTH, in / JOINED, WIDTH, JOINED], the last one filled up with zeros, so a product reads them once, in
 // the order in which they lie.
 //
+// Rows whose distance is a multiple of 1 KB lie in the same few sets of a first cache, and twelve of them drive each other out:
+// 236 GFLOP/s became 168 (1,024 numbers of bfloat16) or 108 (2,048). So who makes rooms keeps their rows apart (`row_room` in cpu_kernels.py).
+//
 // A row's sums are taken in the order of `in`, whoever is beside it, so its bits depend on nothing but the row.
 
 #pragma once
@@ -88,22 +91,22 @@ template <class T> inline void panel_sums(int64_t rows, const T *x, int64_t step
 }
 
 // `use(first row, rows, panel, sums [rows, WIDTH])` of each panel, on the threads of the region that this is called in, which do not wait
-// for each other at its end. Few rows wait for memory, which is faster where a thread reads long runs of panels: its share of what is left,
+// for each other at its end. x: rows `step` numbers apart. A thread takes AT_ONCE panels at a time, whose results share lines of memory. Few rows wait for memory, which is faster where a thread reads long runs of panels: its share of what is left,
 // again and again. Many rows compute, and a neighbour on the same cores then holds up one panel.
-template <class T, class Use>
-inline void panel_product(const T *x, const T *panels, int64_t rows, int64_t in, int64_t count, const Use &use) {
+template <int64_t AT_ONCE = 1, class T, class Use>
+inline void panel_product(const T *x, int64_t step, const T *panels, int64_t rows, int64_t in, int64_t count, const Use &use) {
     for (int64_t first = 0; first < rows; first += MOST) {
         int64_t some = std::min(MOST, rows - first);
         alignas(64) float sums[MOST * WIDTH];
         auto compute = [&](int64_t p) {
-            panel_sums(some, x + first * in, in, panels + p * in * WIDTH, in / JOINED<T>, sums);
+            panel_sums(some, x + first * step, step, panels + p * in * WIDTH, in / JOINED<T>, sums);
             use(first, some, p, sums);
         };
         if (rows <= FEW) {
 #pragma omp for schedule(guided) nowait
             for (int64_t p = 0; p < count; p++) compute(p);
         } else {
-#pragma omp for schedule(dynamic) nowait
+#pragma omp for schedule(dynamic, AT_ONCE) nowait
             for (int64_t p = 0; p < count; p++) compute(p);
         }
     }

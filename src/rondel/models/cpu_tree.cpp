@@ -31,10 +31,11 @@ template <class T> struct Job {
     std::vector<int64_t> places;                    // of keys
     std::vector<T> queries, keys, values, pulls; // [rows or count, size]
     std::vector<T> key_panels, value_panels, key_rows, value_rows, tiles, panel;
-    std::vector<T> weights, changes;             // [rows at once, blocks * WIDTH]
+    std::vector<T> weights, changes;             // [rows at once, step()]
     std::vector<float> scores, pulled;              // [TILE, whole(blocks * WIDTH)]
 
     int64_t width() const { return blocks * WIDTH; }
+    int64_t step() const { return width() + (width() * sizeof(T) % 1024 ? 0 : WIDTH); }  // of weights: see cpu_tiles.h
     int64_t position(int64_t row) const { return depth + row / repeats; }
 };
 
@@ -61,7 +62,7 @@ template <class T> inline void open_job(const Tree<T> &n, int64_t segment, int64
             memcpy(job.pulls.data() + t * many, n.dout + ((job.start + t) * n.heads + head * job.repeats) * size, many * sizeof(T));
     }
     job.scores.resize(TILE * whole(job.width())), job.pulled.resize(TILE * whole(job.width()));
-    job.weights.resize(AT_ONCE * job.width()), job.changes.resize(AT_ONCE * job.width());
+    job.weights.resize(AT_ONCE * job.step()), job.changes.resize(AT_ONCE * job.step());
 }
 
 // [count, size] -> panels of 32 rows each, for products over `size`
@@ -135,10 +136,10 @@ template <class T> void attend(const Tree<T> &n, int64_t segment, int64_t head, 
         for (int64_t r = 0; r < some; r++) {
             int64_t row = first + r, at = (job.start + row / job.repeats) * n.heads + head * job.repeats + row % job.repeats;
             mask_row(n, job, row, blocks, scale, job.scores.data() + r * step);
-            n.log_sums[at] = weigh_row(job.scores.data() + r * step, blocks * WIDTH, job.weights.data() + r * job.width());
+            n.log_sums[at] = weigh_row(job.scores.data() + r * step, blocks * WIDTH, job.weights.data() + r * job.step());
         }
         for (int64_t at = 0; at < n.size; at += WIDTH) {
-            row_sums(some, job.weights.data(), job.width(), values + at * job.width(), blocks * WIDTH / JOINED<T>, sums);
+            row_sums(some, job.weights.data(), job.step(), values + at * job.width(), blocks * WIDTH / JOINED<T>, sums);
             for (int64_t r = 0; r < some; r++) {
                 int64_t row = first + r;
                 T *to = n.out + ((job.start + row / job.repeats) * n.heads + head * job.repeats + row % job.repeats) * n.size + at;
@@ -153,7 +154,7 @@ template <class T> inline void add_to_keys(const Tree<T> &n, Job<T> &job, int64_
     constexpr int64_t J = JOINED<T>;
     int64_t words = words_of<T>(rows), count = std::min(job.count, seen);
     T *tiles = aligned_room(job.tiles, tiles_of(count) * words * J * TILE);
-    put_tiles(weights, job.width(), rows, count, 0, words, tiles);
+    put_tiles(weights, job.step(), rows, count, 0, words, tiles);
     const T *panels = panels_over_rows(x, rows, J * words, n.size, job.panel);
     alignas(64) float sums[TILE * WIDTH];
     for (int64_t at = 0; at < n.size; at += WIDTH)
@@ -182,7 +183,7 @@ template <class T> void attend_backward(const Tree<T> &n, int64_t segment, int64
             for (int64_t r = 0; r < some; r++) {
                 int64_t row = begin + first + r;
                 float *own = job.scores.data() + r * step, *pulled = job.pulled.data() + r * step, lanes[VECTOR] = {0};
-                T *weights = job.weights.data() + (first + r) * job.width(), *changes = job.changes.data() + (first + r) * job.width();
+                T *weights = job.weights.data() + (first + r) * job.step(), *changes = job.changes.data() + (first + r) * job.step();
                 float log_sum = n.log_sums[(job.start + row / job.repeats) * n.heads + head * job.repeats + row % job.repeats];
                 mask_row(n, job, row, blocks, scale, own);
                 for (int64_t i = blocks * WIDTH; i < whole(blocks * WIDTH); i++) pulled[i] = 0;
@@ -196,7 +197,7 @@ template <class T> void attend_backward(const Tree<T> &n, int64_t segment, int64
                 for (int64_t i = blocks * WIDTH; i < seen; i++) weights[i] = changes[i] = T{0};
             }
             for (int64_t at = 0; at < n.size; at += WIDTH) {
-                row_sums(some, job.changes.data() + first * job.width(), job.width(), key_rows + at * job.width(), blocks * WIDTH / JOINED<T>, sums);
+                row_sums(some, job.changes.data() + first * job.step(), job.step(), key_rows + at * job.width(), blocks * WIDTH / JOINED<T>, sums);
                 for (int64_t r = 0; r < some; r++) {
                     int64_t row = begin + first + r;
                     T *to = n.dq + ((job.start + row / job.repeats) * n.heads + head * job.repeats + row % job.repeats) * n.size + at;

@@ -30,7 +30,7 @@ from rondel.core.events import Warned, emit
 from rondel.models import cpu_kernels
 from rondel.models.attention import attention_layout
 from rondel.models.blocks import LIKE_LLAMA
-from rondel.models.cpu_kernels import CODES, TILE, place_of
+from rondel.models.cpu_kernels import CODES, TILE, apart, place_of, row_room
 from rondel.models.fp32_sums import narrow_norm
 from rondel.models.linear import has_tiles, is_alone, is_compared, is_installed, is_tracing, modules_alone
 from rondel.models.main_grad import main_grad, returned_gradients
@@ -251,7 +251,7 @@ def _front_forward(eps: float, stream: Tensor, weights: Weights) -> list[Tensor]
     norm, *products = weights
     own = products[: len(products) // 2]
     outs = [_room(len(stream), len(w), norm) for w in own if w is not None]
-    half = _Half(stream=stream, norm=norm, normed=_room(len(stream), stream.shape[1], norm))
+    half = _Half(stream=stream, norm=norm, normed=row_room(len(stream), stream.shape[1], norm.dtype))
     half.run(FRONT, eps, products, outs, [None] * len(own))
     return outs
 
@@ -265,8 +265,8 @@ def _back_forward(eps: float, attended: Tensor, stream: Tensor, weights: Weights
     middle, out = torch.empty_like(stream), torch.empty_like(stream)
     kept = [_room(rows, inner, norm), _room(rows, inner, norm)] if keep else []
     half = _Half(
-        stream=stream, norm=norm, normed=_room(rows, width, norm), attended=attended, middle=middle,
-        inner=_room(rows, inner, norm), out=out,
+        stream=stream, norm=norm, normed=row_room(rows, width, norm.dtype), attended=apart(attended), middle=middle,
+        inner=row_room(rows, inner, norm.dtype), out=out,
     )  # fmt: skip
     half.run(BACK, eps, products, [None, *kept, None] if keep else [None] * 4, [None] * 4)
     return [out, middle, *kept]
@@ -276,7 +276,7 @@ def _gates_again(eps: float, middle: Tensor, weights: tuple[Any, ...]) -> list[T
     """Gate and up of the stream behind attention, as they were."""
     norm, *products = weights
     gates = [_room(len(middle), len(products[1]), norm) for _ in range(2)]
-    half = _Half(norm=norm, normed=_room(len(middle), middle.shape[1], norm), middle=middle)
+    half = _Half(norm=norm, normed=row_room(len(middle), middle.shape[1], norm.dtype), middle=middle)
     half.run(GATES, eps, products, [None, *gates, None], [None] * 4, inner=len(products[1]))
     return gates
 
@@ -303,10 +303,10 @@ class FrontHalf(torch.autograd.Function):
         dstream, shares = torch.empty_like(stream), _shares(stream)
         widths = [len(w) for w in own]
         half = _Half(
-            stream=stream, norm=norm, normed=_room(len(stream), stream.shape[1], norm),
-            dout=None if dout is None else dout.contiguous(),
-            joined=_room(rows, sum(widths), norm), tiles=_tiles(rows, sum(_whole_tiles(w) for w in widths), norm),
-            dnormed=_room(len(stream), stream.shape[1], norm), dstream=dstream, shares=shares,
+            stream=stream, norm=norm, normed=row_room(len(stream), stream.shape[1], norm.dtype),
+            dout=None if dout is None else dout.contiguous(), joined=row_room(rows, sum(widths), norm.dtype),
+            tiles=_tiles(rows, sum(_whole_tiles(w) for w in widths), norm),
+            dnormed=row_room(len(stream), stream.shape[1], norm.dtype), dstream=dstream, shares=shares,
         )  # fmt: skip
         half.run(FRONT_BACKWARD, ctx.eps, products, given, [total for total, _ in totals])
         biases = [None if b is None else g.float().sum(0).to(b.dtype) for b, g in zip(products[len(own) :], given)]
@@ -332,10 +332,11 @@ class BackHalf(torch.autograd.Function):
         dattended, dstream, shares = torch.empty_like(attended), torch.empty_like(middle), _shares(middle)
         rows, inner = gate.shape
         half = _Half(
-            norm=norm, normed=_room(len(middle), middle.shape[1], norm), attended=attended, middle=middle,
-            inner=_room(rows, inner, norm), dout=grad.contiguous(), joined=_room(rows, 2 * inner, norm),
+            norm=norm, normed=row_room(len(middle), middle.shape[1], norm.dtype), attended=attended, middle=middle,
+            inner=row_room(rows, inner, norm.dtype), dout=grad.contiguous(),
+            joined=row_room(rows, 2 * inner, norm.dtype),
             tiles=_tiles(rows, max(2 * _whole_tiles(inner), _whole_tiles(middle.shape[1])), norm),
-            dnormed=_room(len(middle), middle.shape[1], norm), dattended=dattended, dstream=dstream, shares=shares,
+            dnormed=row_room(len(middle), middle.shape[1], norm.dtype), dattended=dattended, dstream=dstream, shares=shares,
         )  # fmt: skip
         half.run(BACK_BACKWARD, ctx.eps, products, [None, gate, up, None], [total for total, _ in totals])
         bias = None if products[len(own)] is None else dstream.sum(0).to(norm.dtype)
@@ -400,10 +401,12 @@ class _Half:
     ) -> None:
         own, biases = products[: len(outs)], products[len(outs) :]
         floats = [None if b is None else b.detach().float() for b in biases]
-        normed, attended, room = (self._tensors.get(name) for name in ("normed", "attended", "inner"))
+        rooms = [self._tensors.get(name) for name in ("normed", "attended", "inner", "joined")]
+        normed, attended, room, _ = rooms
         assert normed is not None
         widths = [inner if room is None else room.shape[1], 0 if attended is None else attended.shape[1]]
-        sizes = [*normed.shape, *widths, len(own)]
+        steps = [0 if one is None else one.stride(0) for one in rooms]
+        sizes = [*normed.shape, *widths, len(own), *steps]
         half = array("q", [*sizes, *(_address(self._tensors.get(name)) for name in self.PLACES)])
         table = array("q")
         for w, b, out, total in zip(own, floats, outs, totals, strict=True):

@@ -226,9 +226,11 @@ class LayerPass:
         for column, pools in enumerate((self._keys, self._values), PARTS - 3):
             self._table[column::PARTS] = array("q", [pool.data_ptr() for pool in pools])
         joined, asked = (rows, (heads + 2 * shared) * packed.size), (rows, heads, packed.size)
-        shapes = [(rows, width), joined, asked, asked, (rows, packed.inner), (rows, width)]
-        rooms = [torch.empty(shape, dtype=dtype) for shape in shapes]
-        self._q, self._attended, self.hidden = rooms[2], rooms[3], rooms[5]
+        normed, attended, inner = (
+            cpu_kernels.row_room(rows, n, dtype) for n in (width, heads * packed.size, packed.inner)
+        )
+        qkv, self._q, self.hidden = (torch.empty(shape, dtype=dtype) for shape in (joined, asked, (rows, width)))
+        rooms, self._attended = [normed, qkv, self._q, attended, inner], attended.unflatten(1, asked[1:])
         batch = layout.decoding
         self._decoding = 0 if batch is None else len(batch.own)
         contexts, family = [None] * 5, (0, 0, 1)  # type: list[Tensor | None], tuple[int, int, int]
@@ -237,8 +239,9 @@ class LayerPass:
             contexts = [x if x is None else x.contiguous() for x in given]
             members = 1 if batch.grid is None else batch.grid.shape[1]
             family = (batch.own.shape[1], 0 if batch.prefix is None else batch.prefix.shape[1], members)
-        self._read = [stream, *angles, layout.write.contiguous(), *rooms[:5], packed.last_norm, self.hidden], contexts
-        sizes = [rows, width, heads, shared, packed.size, packed.inner, self._keys[0].shape[1]]
+        self._read = [stream, *angles, layout.write.contiguous(), *rooms, packed.last_norm, self.hidden], contexts
+        steps = [room.stride(0) for room in (normed, attended, inner)]
+        sizes = [rows, width, heads, shared, packed.size, packed.inner, self._keys[0].shape[1], *steps]
         first, then = ([_address(x) for x in tensors] for tensors in self._read)
         self._numbers = array("q", [*sizes, *first, self._decoding, *then, *family, 0, 0])
 
@@ -254,7 +257,9 @@ class LayerPass:
         """One layer, with the attention of prompts in between."""
         self.run(at, 1, FRONT | (ATTENTION if self._decoding else 0))
         if takes_tree(self._q, self._keys[at].transpose(0, 1), self._values[at].transpose(0, 1), self._rules[at]):
-            self._prompts.attend(self._q, self._keys[at], self._values[at], self._rules[at], self._attended)
+            prompts, out = len(self._q) - self._decoding, torch.empty_like(self._q)
+            self._prompts.attend(self._q, self._keys[at], self._values[at], self._rules[at], out)
+            self._attended[:prompts] = out[:prompts]
             return self.run(at, 1, BACK)
         for chunk in self._layout.chunks:
             own = slice(chunk.start, chunk.start + chunk.length)
