@@ -5,6 +5,7 @@ and the passes that go through modules.
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 
 import pytest
@@ -104,6 +105,59 @@ def test_values_and_gradients_are_as_near_to_float64_as_those_of_modules(kind, t
     assert all(
         off[name] < (1.5 * usual[name] + 1e-3 if dtype == bf16 else max(2e-6, 1.2 * usual[name])) for name in off
     ), {n: (off[n], usual[n]) for n in off}
+
+
+@DTYPES
+@pytest.mark.parametrize("recompute", ["none", "mlp", "layers"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_layer_in_one_step_has_the_bits_of_its_attention(kind, recompute, dtype, monkeypatch):
+    """From its second pass on the attention's own code is left out."""
+    loaded = model(kind, dtype, hidden_size=96, num_attention_heads=3, num_key_value_heads=1, head_dim=32)
+    install_recompute(loaded.model, recompute)
+    first, windows = gradients(loaded), {half._rule.window for half in halves_of(loaded)}
+    assert windows == ({9} if kind == "mistral" else {None})
+    monkeypatch.setattr(layer_halves, "_forward_of", None)
+    again = gradients(loaded)
+    with torch.no_grad():
+        assert torch.equal(hidden_of(loaded).double(), first["hidden"])
+    assert first.keys() == again.keys() and all(torch.equal(x, again[name]) for name, x in first.items())
+    sums = {}
+    for name, p in loaded.model.named_parameters():
+        main = p.detach().float()
+        main.grad = torch.zeros_like(main)
+        own_parameter(p, main)
+        sums[name] = main
+    gradients(loaded)
+    for name in [n for n in sums if not n.endswith("bias") and "layers" in n]:
+        assert torch.equal(sums[name].grad.to(dtype).double(), first[name]), f"{name}: unrounded where it is summed"
+
+
+def test_an_attention_that_was_changed_goes_through_its_own_code():
+    loaded = model("qwen2", hidden_size=96, num_attention_heads=3, num_key_value_heads=3)
+    first = gradients(loaded)["hidden"]
+    for layer in loaded.model.model.layers:
+        layer.self_attn.scaling *= 2
+    changed = gradients(loaded)["hidden"]
+    with modules_alone():
+        wanted = gradients(loaded)["hidden"]
+    assert (changed - wanted).norm() < 0.2 * (changed - first).norm()
+
+
+def test_an_attention_with_other_code_keeps_it():
+    loaded = model("llama", hidden_size=96, num_attention_heads=3)
+    attentions = [layer.self_attn for layer in loaded.model.model.layers]
+    plain = type(attentions[0]).forward
+
+    def doubled(self, hidden_states, **kwargs):
+        out, weights = plain(self, hidden_states, **kwargs)
+        return 2 * out, weights
+
+    for attention in attentions:
+        attention.forward = functools.partial(doubled, attention)
+    first = gradients(loaded)
+    assert [half._rule for half in halves_of(loaded)] == [False, False], "whatever its rule"
+    again = gradients(loaded)
+    assert all(torch.equal(x, again[name]) for name, x in first.items())
 
 
 @DTYPES

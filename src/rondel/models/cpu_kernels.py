@@ -88,7 +88,7 @@ def has_kernels(*tensors: Tensor) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D], weight [D] -> [..., D] in the dtype of the weight, which is that of x or bfloat16."""
-    return RMSNorm.apply(x, weight, eps) if _wants_gradient(x, weight) else _norm_forward(x.contiguous(), weight, eps)
+    return RMSNorm.apply(x, weight, eps) if _wants_gradient(x, weight) else norm_forward(x.contiguous(), weight, eps)
 
 
 def norm_layer(plain: Callable[[Tensor], Tensor], norm: Any, hidden_states: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def gated_layer(plain: Callable[[Tensor, Tensor], Tensor], mlp: Any, x: Tensor) 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """x [T,H,D] with whole heads side by side in memory, cosine and sine [T,D] -> [T,H,D] in the dtype of x."""
-    return Rotation.apply(x, cosine, sine) if _wants_gradient(x) else _rotate(x, cosine, sine)
+    return Rotation.apply(x, cosine, sine) if _wants_gradient(x) else turned(x, cosine, sine)
 
 
 def rotate_pair(
@@ -147,20 +147,14 @@ class RMSNorm(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return _norm_forward(x.contiguous(), weight, eps)
+        return norm_forward(x.contiguous(), weight, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        x, grad, size = x.contiguous(), grad.contiguous(), x.shape[-1]
-        rows, dx = x.numel() // size, torch.empty_like(x)
-        shares = torch.zeros(-(-rows // ROWS), size, dtype=torch.float32)  # [blocks of ROWS rows, D]
-        library().rondel_norm_backward(
-            x.data_ptr(), CODES[x.dtype], weight.data_ptr(), CODES[weight.dtype], grad.data_ptr(),
-            dx.data_ptr(), shares.data_ptr(), rows, size, ctx.eps, ROWS, torch.get_num_threads(),
-        )  # fmt: skip
-        return dx, shares.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None
+        dx, share = norm_backward(x, weight, grad, ctx.eps)
+        return dx, share.to(weight.dtype) if ctx.needs_input_grad[1] else None, None
 
 
 class SwiGLU(torch.autograd.Function):
@@ -185,12 +179,12 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _rotate(x, cosine, sine)
+        return turned(x, cosine, sine)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> Any:
-        return _rotate(grad.contiguous(), *ctx.saved_tensors, back=True), None, None
+        return turned(grad.contiguous(), *ctx.saved_tensors, back=True), None, None
 
 
 class LogprobTerms(NamedTuple):
@@ -278,7 +272,8 @@ def _wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of a contiguous x without a graph."""
     out = torch.empty(x.shape, dtype=weight.dtype)
     size = x.shape[-1]
     library().rondel_norm_forward(
@@ -286,6 +281,18 @@ def _norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps, torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+def norm_backward(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """-> the gradients of x and, in fp32, of the weight."""
+    x, grad, size = x.contiguous(), grad.contiguous(), x.shape[-1]
+    rows, dx = x.numel() // size, torch.empty_like(x)
+    shares = torch.zeros(-(-rows // ROWS), size, dtype=torch.float32)  # [blocks of ROWS rows, D]
+    library().rondel_norm_backward(
+        x.data_ptr(), CODES[x.dtype], weight.data_ptr(), CODES[weight.dtype], grad.data_ptr(),
+        dx.data_ptr(), shares.data_ptr(), rows, size, eps, ROWS, torch.get_num_threads(),
+    )  # fmt: skip
+    return dx, shares.sum(0)
 
 
 def _gate_forward(gate: Tensor, up: Tensor) -> Tensor:
@@ -297,7 +304,8 @@ def _gate_forward(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, back: bool = False) -> Tensor:
+def turned(x: Tensor, cosine: Tensor, sine: Tensor, *, back: bool = False) -> Tensor:
+    """`rotate` without a graph; `back`: its gradient."""
     out = torch.empty(x.shape, dtype=x.dtype)
     tokens, heads, size = x.shape
     library().rondel_rotate(

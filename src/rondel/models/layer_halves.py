@@ -5,6 +5,9 @@ forward and backward (cpu_halves.cpp).
     back    m = h + o Woᵀ + b,   h' = m + (silu(g) · u) Wdᵀ,               kept: o, m, g, u
             g = norm(m) Wgᵀ,     u = norm(m) Wuᵀ                           or o, m, where a feed-forward part runs twice
 
+Between them q and k are turned by their positions and the loops of models/tree_loops.py attend, all in one step of
+autograd, where that has the bits of the attention module's own code; other attentions run as they are.
+
 Here a half is one team of threads that shares its work out as it comes, so a neighbour on the same cores costs its
 share, and nothing between two products is kept. For layers written like llama's in bfloat16 or float32, with their
 residual stream in fp32, on CPUs that multiply bfloat16 in vectors; trainer, critic and reference alike, with gradients
@@ -19,6 +22,8 @@ import functools
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +33,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rondel.core.events import Warned, emit
 from rondel.models import cpu_kernels
-from rondel.models.attention import attention_layout
+from rondel.models.attention import attention_layout, use_attention_layout
 from rondel.models.blocks import LIKE_LLAMA
 from rondel.models.cpu_kernels import CODES, TILE, apart, place_of, row_room
+from rondel.models.dense_attention import ScoreRule
 from rondel.models.fp32_sums import narrow_norm
 from rondel.models.linear import has_tiles, is_alone, is_compared, is_installed, is_tracing, modules_alone
 from rondel.models.main_grad import main_grad, returned_gradients
+from rondel.models.packed_layout import PackedLayout
+from rondel.models.tree_loops import TreeTable, takes_tree, tree_backward, tree_forward
 
 FRONT, FRONT_BACKWARD, BACK, BACK_BACKWARD, GATES = range(5)  # as in cpu_halves.cpp
 UNIT = 16  # of which all sizes are multiples
@@ -57,6 +65,8 @@ class LayerHalves:
     def __init__(self, layer: Any) -> None:
         self._layer = layer
         self._fits: bool | None = None  # whether both ways agree
+        self._rule: ScoreRule | bool | None = None  # by which loops attend as the module does; False: they do not
+        self._asked: tuple[Any, ...] = ()  # what the module said of it
 
     def __deepcopy__(self, memo: Any) -> LayerHalves:
         return LayerHalves(memo.get(id(self._layer), self._layer))
@@ -71,10 +81,47 @@ class LayerHalves:
             self._fits = self._is_like_modules(stream)
         if not self._fits:
             return plain(hidden_states, **kwargs)
+        if (loops := self._loops_of(len(stream), **kwargs)) is not None:
+            return _whole(self._layer, stream, loops)[None]
         q, k, v, stream = _front(self._layer, stream)
         given = _GivenProjections(attention, {"q_proj": q, "k_proj": k, "v_proj": v})
-        attended, _ = _forward_of(attention)(given, hidden_states=hidden_states, **kwargs)
+        notes = list[tuple[ScoreRule, Tensor, Tensor]]()
+        known = self._rule is not None and self._asked == _asked_of(attention)
+        with nullcontext() if known else use_attention_layout(_NotedCalls(attention_layout(), notes)):
+            attended, _ = _forward_of(attention)(given, hidden_states=hidden_states, **kwargs)
+        if not known:
+            self._rule, self._asked = self._own_rule((q, k, v), notes, attended[0], **kwargs), _asked_of(attention)
         return _back(self._layer, attended[0], stream)[None]
+
+    def _loops_of(self, tokens: int, **kwargs: Any) -> _Loops | None:
+        """What attends in this pass where the module's own code is left out; None where it is not."""
+        attention, rule, layout = self._layer.self_attn, self._rule, attention_layout()
+        plain = self._asked == _asked_of(attention) and _has_plain_head_norms(attention) and _is_by_loops(layout)
+        return _loops(attention, layout, rule, tokens, **kwargs) if plain and isinstance(rule, ScoreRule) else None
+
+    def _own_rule(
+        self,
+        given: tuple[Tensor, Tensor, Tensor],
+        notes: list[tuple[ScoreRule, Tensor, Tensor]],
+        attended: Tensor,
+        **kwargs: Any,
+    ) -> ScoreRule | bool | None:
+        """The rule by which the module has attended, if it attended once, to queries and keys with the bits of ours, and
+        gave what loops give; None where it cannot be told yet.
+        """
+        attention, layout = self._layer.self_attn, attention_layout()
+        if len(notes) != 1 or attention.__dict__.get("forward") is None or not _has_plain_head_norms(attention):
+            return False
+        if not _is_by_loops(layout):
+            return None
+        (rule, *theirs), (q, k, v) = notes[0], (x.unflatten(1, (-1, attention.head_dim)) for x in given)
+        loops = _loops(attention, layout, rule, len(q), **kwargs) if takes_tree(q, k, v, rule) else None
+        if loops is None:
+            return False
+        with torch.no_grad():
+            own, kept = loops.attend(q, k, v, _head_norms(attention))
+        same = all(map(torch.equal, (*kept[:2], own.flatten(1)), (*theirs, attended)))
+        return rule if same else False
 
     def _may_fit(self, hidden: Tensor) -> bool:
         return (
@@ -153,6 +200,98 @@ def _forward_of(attention: Any) -> Callable[..., Any]:
     own = attention.__dict__.get("forward")
     forward: Callable[..., Any] = type(attention).forward if own is None else own.func
     return forward
+
+
+class _NotedCalls:
+    """A layout that notes what it was asked to attend to: rule, queries and keys."""
+
+    def __init__(self, layout: Any, notes: list[tuple[ScoreRule, Tensor, Tensor]]) -> None:
+        self._layout, self._notes = layout, notes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layout, name)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        self._notes.append((rule, q, k))
+        out: Tensor = self._layout.attend(layer, q, k, v, rule)
+        return out
+
+
+# -- attention by loops ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Loops:
+    """Queries and keys turned by their positions, behind their norms where they have some, and the loops over a tree.
+
+    size          of a head
+    eps           of the norms of heads
+    cosine, sine  [T, size]
+    """
+
+    size: int
+    eps: float
+    cosine: Tensor
+    sine: Tensor
+    table: TreeTable
+    rule: ScoreRule
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, norms: Weights) -> tuple[Tensor, list[Tensor]]:
+        """q [T,H,size], k and v [T,K,size] -> what was attended [T,H,size], and what the gradient needs."""
+        own = [x if w is None else cpu_kernels.norm_forward(x, w, self.eps) for x, w in zip((q, k), norms, strict=True)]
+        turned_q, turned_k = (cpu_kernels.turned(x, self.cosine, self.sine) for x in own)
+        out, log_sums = tree_forward(turned_q, turned_k, v, self.table, self.rule, cpu_kernels.library())
+        before = [x for x, w in zip((q, k), norms, strict=True) if w is not None]
+        return out, [turned_q, turned_k, v, log_sums, *before]
+
+    def backward(
+        self, grad: Tensor, kept: Sequence[Tensor], norms: Weights
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """`grad` [T,H,size] -> the gradients of q, k and v, and those of the norms' weights in fp32."""
+        dq, dk, dv = tree_backward(kept[:4], grad, self.table, self.rule, cpu_kernels.library())
+        back, shares, before = list[Tensor](), list[Tensor | None](), iter(kept[4:])
+        for x, w in zip((dq, dk), norms, strict=True):
+            dx, share = cpu_kernels.turned(x, self.cosine, self.sine, back=True), None
+            if w is not None:
+                dx, share = cpu_kernels.norm_backward(next(before), w, dx, self.eps)
+            back.append(dx)
+            shares.append(share)
+        return [*back, dv], shares
+
+
+def _loops(
+    attention: Any, layout: Any, rule: ScoreRule, tokens: int, position_embeddings: Any = None,
+    past_key_values: Any = None, **kwargs: Any,
+) -> _Loops | None:  # fmt: skip
+    """Those of a pass, where it asks for nothing else."""
+    size, norms = attention.head_dim, _head_norms(attention)
+    if position_embeddings is None or past_key_values is not None or kwargs.get("query_scale") is not None:
+        return None
+    cosine, sine = (x[0].contiguous() for x in position_embeddings)
+    if cosine.shape != (tokens, size) or CODES[attention.q_proj.weight.dtype] < CODES.get(cosine.dtype, 2):
+        return None
+    eps = 0.0 if norms[0] is None else attention.q_norm.variance_epsilon
+    return _Loops(size, eps, cosine, sine, layout.table, rule)
+
+
+def _asked_of(attention: Any) -> tuple[Any, ...]:
+    """Its code, and what decides its rule."""
+    windows = (getattr(one, "sliding_window", None) for one in (attention, attention.config))
+    return attention.__dict__.get("forward"), type(attention), attention.scaling, *windows
+
+
+def _is_by_loops(layout: Any) -> bool:
+    return isinstance(layout, PackedLayout) and layout.takes_loops
+
+
+def _head_norms(attention: Any) -> Weights:
+    """The weights of the norms of queries and keys."""
+    return [attention.q_norm.weight, attention.k_norm.weight] if hasattr(attention, "q_norm") else [None, None]
+
+
+def _has_plain_head_norms(attention: Any) -> bool:
+    norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+    return all(_is_plain_norm(one) and one.variance_epsilon == norms[0].variance_epsilon for one in norms)
 
 
 # -- which layers ---------------------------------------------------------------------------------------
@@ -243,6 +382,29 @@ def _back(layer: Any, attended: Tensor, stream: Tensor) -> Tensor:
     return _back_forward(eps, attended, stream, weights, keep=False)[0]
 
 
+def _whole(layer: Any, stream: Tensor, loops: _Loops) -> Tensor:
+    """stream [T, D] -> the stream behind the layer."""
+    front, back = _weights_of(layer)
+    heads, twice = _head_norms(layer.self_attn), _runs_twice(layer.mlp)
+    eps = layer.input_layernorm.variance_epsilon
+    if _wants_gradient(stream, *front, *back, *heads):
+        out: Tensor = WholeLayer.apply((eps, twice, loops), stream, *heads, *front, *back)
+        return out
+    return _whole_forward(eps, loops, stream, (heads, front, back), keep=False)[0]
+
+
+def _whole_forward(
+    eps: float, loops: _Loops, stream: Tensor, weights: tuple[Weights, Weights, Weights], *, keep: bool
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """-> the stream behind the layer, and what the gradients of attention and of the half behind it need."""
+    heads, front, back = weights
+    q, k, v = (x.unflatten(1, (-1, loops.size)) for x in _front_forward(eps, stream, front))
+    attended, kept = loops.attend(q, k, v, heads)
+    attended = attended.flatten(1)
+    out, *own = _back_forward(eps, attended, stream, back, keep=keep)
+    return out, kept, [attended, *own]
+
+
 def _wants_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
@@ -272,13 +434,73 @@ def _back_forward(eps: float, attended: Tensor, stream: Tensor, weights: Weights
     return [out, middle, *kept]
 
 
-def _gates_again(eps: float, middle: Tensor, weights: tuple[Any, ...]) -> list[Tensor]:
+def _gates_again(eps: float, middle: Tensor, weights: Sequence[Any]) -> list[Tensor]:
     """Gate and up of the stream behind attention, as they were."""
     norm, *products = weights
     gates = [_room(len(middle), len(products[1]), norm) for _ in range(2)]
     half = _Half(norm=norm, normed=row_room(len(middle), middle.shape[1], norm.dtype), middle=middle)
     half.run(GATES, eps, products, [None, *gates, None], [None] * 4, inner=len(products[1]))
     return gates
+
+
+Gradients = list[Tensor | None]
+
+
+def _front_backward(
+    eps: float,
+    stream: Tensor,
+    weights: Sequence[Any],
+    grads: Sequence[Tensor | None],
+    dout: Tensor | None,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Gradients]:
+    """Of q, k and v, and of the stream from behind -> the gradients of the stream and of the weights, some of which are
+    added where the optimizer adds them up.
+    """
+    norm, *products = weights
+    own, rows = products[: len(products) // 2], len(stream)
+    given = [
+        _room(rows, len(w), norm).zero_() if g is None else g.to(norm.dtype).contiguous()
+        for g, w in zip(grads, own, strict=True)
+    ]
+    totals = _totals(own, wants[1:])
+    dstream, shares = torch.empty_like(stream), _shares(stream)
+    widths = [len(w) for w in own]
+    half = _Half(
+        stream=stream, norm=norm, normed=row_room(rows, stream.shape[1], norm.dtype),
+        dout=None if dout is None else dout.contiguous(), joined=row_room(rows, sum(widths), norm.dtype),
+        tiles=_tiles(rows, sum(_whole_tiles(w) for w in widths), norm),
+        dnormed=row_room(rows, stream.shape[1], norm.dtype), dstream=dstream, shares=shares,
+    )  # fmt: skip
+    half.run(FRONT_BACKWARD, eps, products, given, [total for total, _ in totals])
+    biases = [None if b is None else g.float().sum(0).to(b.dtype) for b, g in zip(products[len(own) :], given)]
+    return dstream, [_added(norm, shares.sum(0), wants[0]), *_returned(own, totals), *biases]
+
+
+def _back_backward(
+    eps: float, grad: Tensor, kept: Sequence[Tensor], weights: Sequence[Any], wants: Sequence[bool]
+) -> tuple[Tensor, Tensor, Gradients]:
+    """`kept`: attended, the stream behind attention, gate and up, where they were kept. -> the gradients of what was
+    attended, of the stream, and of the weights.
+    """
+    attended, middle, *gates = kept
+    norm, *products = weights
+    gate, up = gates or _gates_again(eps, middle, weights)
+    own = products[: len(products) // 2]
+    totals = _totals(own, wants[1:])
+    dattended, dstream, shares = torch.empty_like(attended), torch.empty_like(middle), _shares(middle)
+    rows, inner = gate.shape
+    half = _Half(
+        norm=norm, normed=row_room(rows, middle.shape[1], norm.dtype), attended=attended, middle=middle,
+        inner=row_room(rows, inner, norm.dtype), dout=grad.contiguous(),
+        joined=row_room(rows, 2 * inner, norm.dtype),
+        tiles=_tiles(rows, max(2 * _whole_tiles(inner), _whole_tiles(middle.shape[1])), norm),
+        dnormed=row_room(rows, middle.shape[1], norm.dtype), dattended=dattended, dstream=dstream, shares=shares,
+    )  # fmt: skip
+    half.run(BACK_BACKWARD, eps, products, [None, gate, up, None], [total for total, _ in totals])
+    bias = None if products[len(own)] is None else dstream.sum(0).to(norm.dtype)
+    found = [_added(norm, shares.sum(0), wants[0]), *_returned(own, totals), bias, None, None, None]
+    return dattended, dstream, found
 
 
 class FrontHalf(torch.autograd.Function):
@@ -292,62 +514,66 @@ class FrontHalf(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor | None) -> Any:
-        stream = ctx.saved_tensors[0]
-        norm, *products = ctx.weights
-        own, dout, rows = products[: len(products) // 2], grads[-1], len(stream)
-        given = [
-            _room(rows, len(w), norm).zero_() if g is None else g.to(norm.dtype).contiguous()
-            for g, w in zip(grads, own, strict=False)
-        ]
-        totals = _totals(own, ctx.needs_input_grad[3:])
-        dstream, shares = torch.empty_like(stream), _shares(stream)
-        widths = [len(w) for w in own]
-        half = _Half(
-            stream=stream, norm=norm, normed=row_room(len(stream), stream.shape[1], norm.dtype),
-            dout=None if dout is None else dout.contiguous(), joined=row_room(rows, sum(widths), norm.dtype),
-            tiles=_tiles(rows, sum(_whole_tiles(w) for w in widths), norm),
-            dnormed=row_room(len(stream), stream.shape[1], norm.dtype), dstream=dstream, shares=shares,
-        )  # fmt: skip
-        half.run(FRONT_BACKWARD, ctx.eps, products, given, [total for total, _ in totals])
-        biases = [None if b is None else g.float().sum(0).to(b.dtype) for b, g in zip(products[len(own) :], given)]
-        return None, dstream, shares.sum(0).to(norm.dtype), *_returned(own, totals), *biases
+        stream, wants = ctx.saved_tensors[0], ctx.needs_input_grad[2:]
+        dstream, found = _front_backward(ctx.eps, stream, ctx.weights, grads[:-1], grads[-1], wants)
+        return None, dstream, *found
 
 
 class BackHalf(torch.autograd.Function):
     @staticmethod
     def forward(ctx, eps: float, twice: bool, attended: Tensor, stream: Tensor, *weights: Tensor | None):
-        out, middle, *gates = _back_forward(eps, attended, stream, [*weights], keep=not twice)
-        ctx.eps, ctx.weights, ctx.gates = eps, weights, len(gates)
-        ctx.save_for_backward(attended, middle, *gates, *weights)
+        out, *kept = _back_forward(eps, attended, stream, [*weights], keep=not twice)
+        ctx.eps, ctx.weights, ctx.kept = eps, weights, 1 + len(kept)
+        ctx.save_for_backward(attended, *kept, *weights)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> Any:
-        attended, middle, *kept = ctx.saved_tensors  # asked for once: a layer that runs twice gives them once
-        norm, *products = ctx.weights
-        gate, up = kept[:2] if ctx.gates else _gates_again(ctx.eps, middle, ctx.weights)
-        own = products[: len(products) // 2]
-        totals = _totals(own, ctx.needs_input_grad[5:])
-        dattended, dstream, shares = torch.empty_like(attended), torch.empty_like(middle), _shares(middle)
-        rows, inner = gate.shape
-        half = _Half(
-            norm=norm, normed=row_room(len(middle), middle.shape[1], norm.dtype), attended=attended, middle=middle,
-            inner=row_room(rows, inner, norm.dtype), dout=grad.contiguous(),
-            joined=row_room(rows, 2 * inner, norm.dtype),
-            tiles=_tiles(rows, max(2 * _whole_tiles(inner), _whole_tiles(middle.shape[1])), norm),
-            dnormed=row_room(len(middle), middle.shape[1], norm.dtype), dattended=dattended, dstream=dstream, shares=shares,
-        )  # fmt: skip
-        half.run(BACK_BACKWARD, ctx.eps, products, [None, gate, up, None], [total for total, _ in totals])
-        bias = None if products[len(own)] is None else dstream.sum(0).to(norm.dtype)
-        returned = _returned(own, totals)
-        return None, None, dattended, dstream, shares.sum(0).to(norm.dtype), *returned, bias, None, None, None
+        kept = ctx.saved_tensors[: ctx.kept]  # asked for once: a layer that runs twice gives them once
+        dattended, dstream, found = _back_backward(ctx.eps, grad, kept, ctx.weights, ctx.needs_input_grad[4:])
+        return None, None, dattended, dstream, *found
+
+
+class WholeLayer(torch.autograd.Function):
+    """Both halves and the loops between them. Of the weights the norms of heads are the first two, then come those of
+    the halves."""
+
+    @staticmethod
+    def forward(ctx, how: tuple[float, bool, _Loops], stream: Tensor, *weights: Tensor | None):
+        eps, twice, loops = ctx.how = how
+        ctx.weights = heads, front, back = [*weights[:2]], [*weights[2:9]], [*weights[9:]]
+        out, between, behind = _whole_forward(eps, loops, stream, (heads, front, back), keep=not twice)
+        ctx.counts = 1, 1 + len(between), 1 + len(between) + len(behind)
+        ctx.save_for_backward(stream, *between, *behind, *weights)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Any:
+        (eps, _, loops), (heads, front, back), (first, then, end) = ctx.how, ctx.weights, ctx.counts
+        kept, wants = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        dattended, dstream, of_back = _back_backward(eps, grad, kept[then:end], back, wants[9:])
+        pulled, shares = loops.backward(dattended.unflatten(1, (-1, loops.size)), kept[first:then], heads)
+        pulled = [x.flatten(1) for x in pulled]
+        dstream, of_front = _front_backward(eps, kept[0], front, pulled, dstream, wants[2:9])
+        of_heads = [None if g is None else _added(w, g, asked) for w, g, asked in zip(heads, shares, wants)]
+        return None, dstream, *of_heads, *of_front, *of_back
+
+
+def _added(weight: Tensor, grad: Tensor, wanted: bool) -> Tensor | None:
+    """A norm's gradient in fp32, added where the optimizer adds it up, else what autograd gets."""
+    main = main_grad(weight) if wanted else None
+    if main is None or main.dtype != torch.float32:
+        return grad.to(weight.dtype)
+    main.add_(grad)
+    return None
 
 
 Total = tuple[Tensor | None, bool]  # where a weight's gradient is added, and whether that is the optimizer's
 
 
-def _totals(weights: Weights, wanted: tuple[bool, ...]) -> list[Total]:
+def _totals(weights: Weights, wanted: Sequence[bool]) -> list[Total]:
     """For each weight."""
     found = list[Total]()
     for weight, wants in zip(weights, wanted, strict=False):

@@ -84,13 +84,12 @@ def attend_tree(q: Tensor, k: Tensor, v: Tensor, table: TreeTable, rule: ScoreRu
 
 
 class TreeAttention(torch.autograd.Function):
-    """Kept: q, k, v, the output and the logarithm of each row's sum."""
+    """Kept: q, k, v and the logarithm of each row's sum."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, table: TreeTable, rule: ScoreRule, kernels: Any) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, log_sums = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
-        table.run(kernels, q, k, rule, v, out, log_sums, backward=False)
+        out, log_sums = tree_forward(q, k, v, table, rule, kernels)
         ctx.save_for_backward(q, k, v, log_sums)
         ctx.table, ctx.rule, ctx.kernels = table, rule, kernels
         return out
@@ -98,8 +97,23 @@ class TreeAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> Any:
-        q, k, v, log_sums = ctx.saved_tensors
-        grad, dq = grad.contiguous(), torch.empty_like(q)
-        dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
-        ctx.table.run(ctx.kernels, q, k, ctx.rule, v, dq, log_sums, grad, dq, dk, dv, backward=True)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return *tree_backward(ctx.saved_tensors, grad.contiguous(), ctx.table, ctx.rule, ctx.kernels), None, None, None
+
+
+def tree_forward(
+    q: Tensor, k: Tensor, v: Tensor, table: TreeTable, rule: ScoreRule, kernels: Any
+) -> tuple[Tensor, Tensor]:
+    """All contiguous -> what was attended [T,H,D], and the logarithm of each row's sum [T,H]."""
+    out, log_sums = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
+    table.run(kernels, q, k, rule, v, out, log_sums, backward=False)
+    return out, log_sums
+
+
+def tree_backward(
+    kept: Sequence[Tensor], grad: Tensor, table: TreeTable, rule: ScoreRule, kernels: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k, v and log sums, `grad` [T,H,D] of what was attended -> the gradients of q, k and v."""
+    q, k, v, log_sums = kept
+    dq, (dk, dv) = torch.empty_like(q), (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
+    table.run(kernels, q, k, rule, v, dq, log_sums, grad, dq, dk, dv, backward=True)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
