@@ -132,6 +132,25 @@ def test_a_layer_in_one_step_has_the_bits_of_its_attention(kind, recompute, dtyp
         assert torch.equal(sums[name].grad.to(dtype).double(), first[name]), f"{name}: unrounded where it is summed"
 
 
+@DTYPES
+def test_a_gradients_room_is_written_before_it_is_added_to(dtype, monkeypatch):
+    loaded = model(dtype=dtype)
+    wanted = {}
+    for empty in (False, True):
+        masters = {name: p.detach().float() for name, p in loaded.model.named_parameters()}
+        for name, p in loaded.model.named_parameters():
+            masters[name].grad = None if empty else torch.zeros_like(masters[name])
+            own_parameter(p, masters[name])
+        if empty:
+            monkeypatch.setattr(torch, "empty_like", lambda x, **_: torch.full_like(x, float("nan")))
+        for _ in range(2):
+            gradients(loaded)
+        for name, master in masters.items():
+            if "layers" in name:
+                assert torch.equal(master.grad, wanted.setdefault(name, master.grad)), name
+    assert len(wanted) > 15
+
+
 def test_an_attention_that_was_changed_goes_through_its_own_code():
     loaded = model("qwen2", hidden_size=96, num_attention_heads=3, num_key_value_heads=3)
     first = gradients(loaded)["hidden"]

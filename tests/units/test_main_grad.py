@@ -128,3 +128,14 @@ def test_a_model_without_an_optimizer_and_a_copy_of_one_go_autograd_s_way() -> N
     backward(other, 2)
     assert torch.equal(kept, model.model.embed_tokens.weight.grad)
     assert main_grad(other.model.embed_tokens.weight) is None and other.model.embed_tokens.weight.grad is not None
+
+
+def test_the_head_of_no_rows_has_a_gradient_of_zeros():
+    model = one(True, None, torch.bfloat16)
+    install_cpu_linear(model)
+    masters = MasterWeights(model, betas=(0.9, 0.999), weight_decay=0.0)
+    head = LMHead.from_model(model)
+    hidden = torch.zeros(0, 32, dtype=torch.bfloat16, requires_grad=True)
+    logprob, _ = logprobs.logprob_and_entropy(hidden, torch.zeros(0, dtype=torch.int64), head, temperature=1.0)
+    logprob.sum().backward()
+    assert not main_grad(head.weight).any() and float(masters.gradient_norm()) == 0.0

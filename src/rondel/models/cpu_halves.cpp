@@ -23,6 +23,7 @@ template <class T> struct Product {  // addresses; 0 for what is not there
     T *out;             // [rows, width], or the gradient of it
     float *total;       // [width, in], to which the weight's gradient is added
     int64_t width;
+    int64_t fresh;      // whether nothing is in `total` yet
 };
 
 template <class T> struct Half {  // as layer_halves.py hands it over
@@ -87,10 +88,11 @@ template <class T> inline void put_gradient(const T *grad, int64_t step, int64_t
     for (int64_t from = 0; from < words; from += SOME) put_tiles(grad, step, rows, width, from, std::min(words, from + SOME), to);
 }
 
-// total [width, in] += gradᵀ x, for a gradient from `put_gradient` and x [rows, in], `step` numbers apart; ends without waiting
+// total [width, in] += gradᵀ x, or = where nothing is in it yet (`fresh`), for a gradient from `put_gradient` and x [rows, in], `step`
+// numbers apart; ends without waiting
 template <class T>
 inline void add_weight_gradient(const T *grad, const T *x, int64_t step, int64_t rows, int64_t width, int64_t in, float *total,
-                                std::vector<T> &room) {
+                                bool fresh, std::vector<T> &room) {
     constexpr int64_t J = JOINED<T>;
     int64_t words = words_of<T>(rows), tiles = tiles_of(width), count = panels_of(in);
     int64_t chunks = shares_of(count, parts_of(tiles, LEAST_TILES));
@@ -113,7 +115,8 @@ inline void add_weight_gradient(const T *grad, const T *x, int64_t step, int64_t
             }
             for (int64_t r = 0; r < outputs; r++) {
                 float *to = first + r * in;
-                if (columns == WIDTH)
+                if (fresh) memcpy(to, sums + r * WIDTH, columns * sizeof(float));
+                else if (columns == WIDTH)
                     for (int64_t i = 0; i < WIDTH; i++) to[i] += sums[r * WIDTH + i];
                 else
                     for (int64_t i = 0; i < columns; i++) to[i] += sums[r * WIDTH + i];
@@ -228,7 +231,7 @@ void weight_gradients(const Half<T> &n, const T *joined, int64_t step, const T *
     to = n.tiles;
     for (int64_t i = 0; i < count; i++)
         if (products[i].total) {
-            add_weight_gradient(to, x, x_step, n.rows, products[i].width, in, products[i].total, room);
+            add_weight_gradient(to, x, x_step, n.rows, products[i].width, in, products[i].total, products[i].fresh, room);
             to += tiles_of(products[i].width) * TILE * words_of<T>(n.rows) * JOINED<T>;
         }
 #pragma omp barrier
@@ -340,10 +343,10 @@ template <class T> void back_backward(const Half<T> &n, const Product<T> *produc
 }
 
 template <class T>
-void add_whole_gradient(const T *grad, int64_t step, const T *x, int64_t rows, int64_t width, int64_t in, float *total, T *tiles) {
+void add_whole_gradient(const T *grad, int64_t step, const T *x, int64_t rows, int64_t width, int64_t in, float *total, bool fresh, T *tiles) {
     std::vector<T> room;
     put_gradient(grad, step, rows, width, tiles);
-    add_weight_gradient(tiles, x, in, rows, width, in, total, room);
+    add_weight_gradient(tiles, x, in, rows, width, in, total, fresh, room);
 }
 
 template <class T> void run_half(int kind, const Half<T> &n, const Product<T> *products, float eps) {
@@ -361,14 +364,14 @@ template <class T> void run_half(int kind, const Half<T> &n, const Product<T> *p
 
 extern "C" {
 
-// total [width, in] += gradᵀ x, for grad [rows, step], of which `width` columns, and x [rows, in]; `tiles`: room for
+// total [width, in] += gradᵀ x, or = where nothing is in it yet, for grad [rows, step], of which `width` columns, and x [rows, in]; `tiles`: room for
 // `put_gradient`; code: 0 float32, 1 bfloat16
 void rondel_add_weight_gradient(int code, const void *grad, int64_t step, const void *x, int64_t rows, int64_t width, int64_t in,
-                                float *total, void *tiles, int threads) {
+                                float *total, int fresh, void *tiles, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        if (code) add_whole_gradient((const bf16 *)grad, step, (const bf16 *)x, rows, width, in, total, (bf16 *)tiles);
-        else add_whole_gradient((const float *)grad, step, (const float *)x, rows, width, in, total, (float *)tiles);
+        if (code) add_whole_gradient((const bf16 *)grad, step, (const bf16 *)x, rows, width, in, total, fresh, (bf16 *)tiles);
+        else add_whole_gradient((const float *)grad, step, (const float *)x, rows, width, in, total, fresh, (float *)tiles);
     }
 }
 

@@ -513,16 +513,16 @@ def whole_digest(raw: Tensor, inside: Tensor, across: Tensor) -> tuple[int, int]
     return out[0], out[1]
 
 
-def add_weight_gradient(main: Tensor, grad: Tensor, x: Tensor) -> None:
+def add_weight_gradient(main: Tensor, grad: Tensor, x: Tensor, *, fresh: bool = False) -> None:
     """main [O, I] += grad [N, O]ᵀ @ x [N, I], summed in fp32 and not rounded; `grad` and `x` both bfloat16 or fp32, of
-    `grad` rows may lie apart.
+    `grad` rows may lie apart. `fresh`: nothing is in `main` yet.
     """
     rows, width = grad.shape
     x, tiles = x.contiguous(), torch.empty(rows + rows % 2, -(-width // TILE) * TILE, dtype=grad.dtype)
     assert grad.stride(1) == 1 and main.is_contiguous() and main.dtype == torch.float32 and grad.dtype == x.dtype
     library().rondel_add_weight_gradient(
         CODES[x.dtype], grad.data_ptr(), grad.stride(0), x.data_ptr(), rows, width, x.shape[1], main.data_ptr(),
-        tiles.data_ptr(), torch.get_num_threads(),
+        int(fresh), tiles.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
 
 

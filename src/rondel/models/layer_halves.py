@@ -39,7 +39,7 @@ from rondel.models.cpu_kernels import CODES, TILE, apart, place_of, row_room
 from rondel.models.dense_attention import ScoreRule
 from rondel.models.fp32_sums import narrow_norm
 from rondel.models.linear import has_tiles, is_alone, is_compared, is_installed, is_tracing, modules_alone
-from rondel.models.main_grad import main_grad, returned_gradients
+from rondel.models.main_grad import main_grad, returned_gradients, room_of_gradient
 from rondel.models.packed_layout import PackedLayout
 from rondel.models.tree_loops import TreeTable, takes_tree, tree_backward, tree_forward
 
@@ -414,7 +414,7 @@ def _front_forward(eps: float, stream: Tensor, weights: Weights) -> list[Tensor]
     own = products[: len(products) // 2]
     outs = [_room(len(stream), len(w), norm) for w in own if w is not None]
     half = _Half(stream=stream, norm=norm, normed=row_room(len(stream), stream.shape[1], norm.dtype))
-    half.run(FRONT, eps, products, outs, [None] * len(own))
+    half.run(FRONT, eps, products, outs, [NO_TOTAL] * len(own))
     return outs
 
 
@@ -430,7 +430,7 @@ def _back_forward(eps: float, attended: Tensor, stream: Tensor, weights: Weights
         stream=stream, norm=norm, normed=row_room(rows, width, norm.dtype), attended=apart(attended), middle=middle,
         inner=row_room(rows, inner, norm.dtype), out=out,
     )  # fmt: skip
-    half.run(BACK, eps, products, [None, *kept, None] if keep else [None] * 4, [None] * 4)
+    half.run(BACK, eps, products, [None, *kept, None] if keep else [None] * 4, [NO_TOTAL] * 4)
     return [out, middle, *kept]
 
 
@@ -439,7 +439,7 @@ def _gates_again(eps: float, middle: Tensor, weights: Sequence[Any]) -> list[Ten
     norm, *products = weights
     gates = [_room(len(middle), len(products[1]), norm) for _ in range(2)]
     half = _Half(norm=norm, normed=row_room(len(middle), middle.shape[1], norm.dtype), middle=middle)
-    half.run(GATES, eps, products, [None, *gates, None], [None] * 4, inner=len(products[1]))
+    half.run(GATES, eps, products, [None, *gates, None], [NO_TOTAL] * 4, inner=len(products[1]))
     return gates
 
 
@@ -472,7 +472,7 @@ def _front_backward(
         tiles=_tiles(rows, sum(_whole_tiles(w) for w in widths), norm),
         dnormed=row_room(rows, stream.shape[1], norm.dtype), dstream=dstream, shares=shares,
     )  # fmt: skip
-    half.run(FRONT_BACKWARD, eps, products, given, [total for total, _ in totals])
+    half.run(FRONT_BACKWARD, eps, products, given, totals)
     biases = [None if b is None else g.float().sum(0).to(b.dtype) for b, g in zip(products[len(own) :], given)]
     return dstream, [_added(norm, shares.sum(0), wants[0]), *_returned(own, totals), *biases]
 
@@ -497,7 +497,7 @@ def _back_backward(
         tiles=_tiles(rows, max(2 * _whole_tiles(inner), _whole_tiles(middle.shape[1])), norm),
         dnormed=row_room(rows, middle.shape[1], norm.dtype), dattended=dattended, dstream=dstream, shares=shares,
     )  # fmt: skip
-    half.run(BACK_BACKWARD, eps, products, [None, gate, up, None], [total for total, _ in totals])
+    half.run(BACK_BACKWARD, eps, products, [None, gate, up, None], totals)
     bias = None if products[len(own)] is None else dstream.sum(0).to(norm.dtype)
     found = [_added(norm, shares.sum(0), wants[0]), *_returned(own, totals), bias, None, None, None]
     return dattended, dstream, found
@@ -570,18 +570,23 @@ def _added(weight: Tensor, grad: Tensor, wanted: bool) -> Tensor | None:
     return None
 
 
-Total = tuple[Tensor | None, bool]  # where a weight's gradient is added, and whether that is the optimizer's
+Total = tuple[Tensor | None, bool, bool]  # where a weight's gradient is added, is that the optimizer's, is it empty yet
+
+
+NO_TOTAL: Total = None, False, False
 
 
 def _totals(weights: Weights, wanted: Sequence[bool]) -> list[Total]:
     """For each weight."""
     found = list[Total]()
     for weight, wants in zip(weights, wanted, strict=False):
-        main = main_grad(weight) if wants and weight is not None else None
+        main, fresh = room_of_gradient(weight) if wants and weight is not None else (None, False)
         if main is not None and main.is_contiguous() and main.dtype == torch.float32:
-            found.append((main, True))
+            found.append((main, True, fresh))
         else:
-            found.append((torch.zeros(weight.shape) if wants and weight is not None else None, False))
+            if main is not None and fresh:
+                main.zero_()
+            found.append((torch.empty(weight.shape) if wants and weight is not None else None, False, True))
     return found
 
 
@@ -589,7 +594,7 @@ def _returned(weights: Weights, totals: list[Total]) -> list[Tensor | None]:
     """What autograd gets of them."""
     return [
         None if total is None or is_main else total.to(weight.dtype)
-        for weight, (total, is_main) in zip(weights, totals, strict=True)
+        for weight, (total, is_main, _) in zip(weights, totals, strict=True)
     ]
 
 
@@ -623,7 +628,13 @@ class _Half:
         self._tensors = tensors
 
     def run(
-        self, kind: int, eps: float, products: Weights, outs: Sequence[Tensor | None], totals: list[Any], inner: int = 0
+        self,
+        kind: int,
+        eps: float,
+        products: Weights,
+        outs: Sequence[Tensor | None],
+        totals: Sequence[Total],
+        inner: int = 0,
     ) -> None:
         own, biases = products[: len(outs)], products[len(outs) :]
         floats = [None if b is None else b.detach().float() for b in biases]
@@ -635,8 +646,9 @@ class _Half:
         sizes = [*normed.shape, *widths, len(own), *steps]
         half = array("q", [*sizes, *(_address(self._tensors.get(name)) for name in self.PLACES)])
         table = array("q")
-        for w, b, out, total in zip(own, floats, outs, totals, strict=True):
-            table.extend([_address(w), _address(b), _address(out), _address(total), 0 if w is None else len(w)])
+        for w, b, out, (total, _, fresh) in zip(own, floats, outs, totals, strict=True):
+            table.extend([_address(x) for x in (w, b, out, total)])
+            table.extend([0 if w is None else len(w), int(fresh)])
         cpu_kernels.library().rondel_layer_half(
             CODES[normed.dtype], kind, place_of(half), place_of(table), eps, torch.get_num_threads()
         )

@@ -128,17 +128,20 @@ def _is_faster_by_mkl(a: Tensor, b: Tensor) -> bool:
     return fp32 and a.is_cpu and has_avx2_alone() and knows_mkl()
 
 
-def add_product(main: Tensor, a: Tensor, b: Tensor) -> None:
-    """main [V, D] += a [M, V]ᵀ @ b [M, D]; on a CPU a part of V at a time."""
+def add_product(main: Tensor, a: Tensor, b: Tensor, *, fresh: bool = False) -> None:
+    """main [V, D] += a [M, V]ᵀ @ b [M, D]; on a CPU a part of V at a time. `fresh`: nothing is in `main` yet."""
+    by_tiles = _adds_by_tiles(main, a, b) and not _is_faster_by_mkl(a, b)
+    if fresh and not by_tiles:
+        main.zero_()
     if a.is_cuda and a.dtype in HALVES:  # summed in fp32 on the way out of the product
         torch.addmm(main, a.t(), b, out_dtype=torch.float32, out=main)
         return
     for first in range(0, len(main), ROWS):
         part, own = main[first : first + ROWS], a[:, first : first + ROWS].t()
-        if _is_faster_by_mkl(a, b):
+        if by_tiles:
+            add_weight_gradient(part, own.t(), b, fresh=fresh)
+        elif _is_faster_by_mkl(a, b):
             part.addmm_(own.float(), b.float())
-        elif _adds_by_tiles(main, a, b):
-            add_weight_gradient(part, own.t(), b)
         else:
             add_gradient(part, product(own, b.t()))
 

@@ -7,6 +7,7 @@ is summed. Megatron-LM calls the accumulator `main_grad` and this gradient accum
 
     main_grad(weight) is None     not owned by an optimizer of ours: autograd's own way
     main_grad(weight)             fp32, the shape of the weight; whoever adds to it returns no gradient of the weight
+    room_of_gradient(weight)      the same, and whether nothing was added yet: whoever asks then writes all of it
 """
 
 from __future__ import annotations
@@ -48,12 +49,20 @@ def returned_gradients() -> Iterator[None]:
 
 def main_grad(weight: Tensor) -> Tensor | None:
     """The fp32 accumulator of an owned weight, made when it is first asked for."""
+    room, fresh = room_of_gradient(weight)
+    return room.zero_() if room is not None and fresh else room
+
+
+def room_of_gradient(weight: Tensor) -> tuple[Tensor | None, bool]:
+    """The accumulator of an owned weight, and whether it is a room in which nothing was written yet: a product that
+    writes its sums needs no zeros.
+    """
     master = _masters[weight]() if is_owned(weight) and not getattr(_returned, "on", False) else None
     if master is None:
-        return None
-    if master.grad is None:
-        master.grad = torch.zeros_like(master)
-    return master.grad
+        return None, False
+    if fresh := master.grad is None:
+        master.grad = torch.empty_like(master)
+    return master.grad, fresh
 
 
 # -- by what a copy of a weight (packed, compiled) notices that the weight has changed since ----------

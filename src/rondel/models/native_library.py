@@ -60,7 +60,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_digest": [PLACE, WHOLE, PLACE, PLACE, WHOLE, PLACE, THREADS],
     "rondel_pair_product": [PLACE, WHOLE, *[PLACE] * 3, *[WHOLE] * 3, THREADS],
     "rondel_layer_half": [CODE, CODE, PLACE, PLACE, REAL, THREADS],
-    "rondel_add_weight_gradient": [CODE, PLACE, WHOLE, PLACE, *[WHOLE] * 3, PLACE, PLACE, THREADS],
+    "rondel_add_weight_gradient": [CODE, PLACE, WHOLE, PLACE, *[WHOLE] * 3, PLACE, CODE, PLACE, THREADS],
     "rondel_tree": [CODE, CODE, PLACE, REAL, THREADS],
     "rondel_layers": [CODE, PLACE, WHOLE, CODE, PLACE, REAL, REAL, THREADS],
 }

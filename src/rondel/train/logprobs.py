@@ -27,7 +27,7 @@ from rondel.algos.divergence import Divergence
 from rondel.algos.tokens import select_logprobs
 from rondel.models.cpu_kernels import LogprobTerms, has_kernels, logit_gradients, logprob_terms
 from rondel.models.linear import UnpackedLinear, add_product, as_factor, fp32_product, matmul
-from rondel.models.main_grad import main_grad
+from rondel.models.main_grad import room_of_gradient
 from rondel.models.processor import HALVES
 from rondel.system.kernel_choice import KernelChoice, choose_kernel
 from rondel.train.sampling_mask import SupportMask
@@ -146,14 +146,15 @@ class _Chunked(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight: Tensor | None = None  # summed over the chunks in fp32
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-        main = main_grad(head.weight) if ctx.needs_input_grad[1] else None
+        main, fresh = room_of_gradient(head.weight) if ctx.needs_input_grad[1] else (None, False)
 
         def add_chunk(rows: slice, h: Tensor, grad: Tensor) -> None:
             """The gradient of a chunk's logits, in the dtype of the weight."""
-            nonlocal grad_weight
+            nonlocal grad_weight, fresh
             grad_hidden[rows] = matmul(grad, weight)
             if main is not None:
-                add_product(main, grad, h)
+                add_product(main, grad, h, fresh=fresh)
+                fresh = False
             elif ctx.needs_input_grad[1]:  # not under an adapter
                 piece = matmul(grad.t(), h)
                 grad_weight = piece if grad_weight is None else grad_weight.float().add_(piece)
@@ -231,6 +232,8 @@ class _Chunked(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             add_chunk(rows, h, grad.to(weight.dtype))
+        if main is not None and fresh:  # of no rows
+            main.zero_()
         if head.part is not None:
             head.part.sum(grad_hidden)
         if ctx.needs_input_grad[1] and main is None:

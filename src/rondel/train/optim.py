@@ -115,6 +115,7 @@ class MasterWeights:
 
     def gradient_norm(self) -> Tensor:
         """Global 2-norm of the accumulated gradient, in fp32."""
+        self.restore_grads()
         grads = [m.grad for m in self.masters if m.grad is not None]
         return torch.stack(torch._foreach_norm(grads)).norm() / self._gradient_scale if grads else torch.zeros(())
 
@@ -205,7 +206,6 @@ class MasterWeights:
         for master in self.masters:
             if master.grad is not None:
                 master.grad.zero_()
-        self.restore_grads()
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
         """What is the optimizer's alone; the compute copy is the engine's, too."""
@@ -227,7 +227,8 @@ class MasterWeights:
     def restore_grads(self) -> None:
         """Where there was a gradient there is a zero again: AdamW passes over what has none."""
         for master in self._graded:
-            master.grad = torch.zeros_like(master)
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
         self._graded = []
 
     def load_masters(self, weights: Mapping[str, Tensor]) -> None:

@@ -44,6 +44,7 @@ class ReplicatedWeights(MasterWeights):
         """Each rank has the gradient of its own tokens, and of its part of each matrix, until it is asked; then all
         have the sum.
         """
+        self.restore_grads()  # the same of all ranks
         grads = [m.grad for m in self.masters if m.grad is not None]
         if grads and not self._summed:
             for master, repeated in zip(self.masters, self._repeated):

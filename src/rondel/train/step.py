@@ -607,7 +607,7 @@ def begin_gradients(trainer: LocalTrainer) -> None:
     for stack in linear.packed_linears(trainer.loaded.model):
         if stack.is_trained:
             stack.drop_packed()
-    trainer.weights.zero_grad()  # in the place of what was packed
+    trainer.weights.zero_grad()
     release_freed_memory()
 
 
