@@ -6,12 +6,15 @@
 
 #include <omp.h>
 
+#include <atomic>
+
 #include "cpu_panels.h"
 
 namespace {
 
 constexpr int64_t MOST_ROWS = 640;  // that are multiplied with one panel
 constexpr int64_t LEAST_ROWS = 96;  // for which a panel is worth filling
+constexpr int64_t OWN_ROWS = 192;   // for which one is, so that a thread reads and writes the same rows again and again
 constexpr int64_t LEAST_TILES = 8;  // of outputs of a weight's gradient for which one is
 constexpr int64_t JOBS = 8;         // for each thread, if there can be as many: the last ones are not waited for long
 template <class T> constexpr int64_t CHAIN = 256 * JOINED<T>;  // words of a column whose products are one sum
@@ -56,27 +59,46 @@ inline int64_t shares_of(int64_t count, int64_t most) {
 
 // of rows: each fills the panel for itself
 inline int64_t blocks_of(int64_t rows, int64_t count) {
-    return std::max(parts_of(rows, MOST_ROWS), shares_of(count, parts_of(rows, LEAST_ROWS)));
+    int64_t threads = omp_get_num_threads(), own = rows >= threads * OWN_ROWS ? threads : 1;
+    return std::max({own, parts_of(rows, MOST_ROWS), shares_of(count, parts_of(rows, LEAST_ROWS))});
 }
 
+struct alignas(64) Taken {  // panels of a block of rows that are computed or under way
+    std::atomic<int64_t> count{0};
+};
+
+// What a thread of a half has for itself, and how far the products are that all threads share.
+template <class T> struct Worker {
+    std::vector<Taken> &taken;  // for each product those of its blocks, in the order in which they are computed
+    int64_t blocks;             // of a product, at most
+    int64_t products = 0;       // that this thread has come to
+    std::vector<T> room;
+};
+
+constexpr int64_t PRODUCTS = 4;  // of a half, at most
+inline int64_t most_blocks(int64_t rows, int threads) { return std::max<int64_t>(threads, parts_of(rows, LEAST_ROWS)); }
+
 // `use(first row, rows, panel, sums [rows, WIDTH])` of x [rows, in], whose rows are `step` numbers apart, and `count` panels, which
-// `put(panel, to)` fills, on the threads of the region, which do not wait for each other at its end. A thread takes AT_ONCE panels,
-// whose results share lines of memory: each line is written by one thread.
+// `put(panel, to)` fills, on the threads of the region, which do not wait for each other at its end. A thread begins with the rows that
+// it has had before, which are in its own caches: those of another core are three to nine times as far. AT_ONCE panels' results share
+// lines of memory, so one thread computes them.
 template <int64_t AT_ONCE = 1, class T, class Put, class Use>
-inline void multiply(const T *x, int64_t step, int64_t rows, int64_t in, int64_t count, std::vector<T> &room, const Put &put, const Use &use) {
-    int64_t blocks = blocks_of(rows, count);
-    T *panel = aligned_room(room, in * WIDTH);
-#pragma omp for schedule(dynamic, AT_ONCE) nowait
-    for (int64_t job = 0; job < blocks * count; job++) {
-        int64_t p = job % count, first = job / count * rows / blocks, end = (job / count + 1) * rows / blocks;
-        alignas(64) float sums[TILE * WIDTH];
-        put(p, panel);
-        for (int64_t left = (end - first + TILE - 1) / TILE; left; left--) {
-            int64_t some = (end - first) / left;
-            row_sums(some, x + first * step, step, panel, in / JOINED<T>, sums);
-            use(first, some, p, sums);
-            first += some;
-        }
+inline void multiply(const T *x, int64_t step, int64_t rows, int64_t in, int64_t count, Worker<T> &worker, const Put &put, const Use &use) {
+    int64_t blocks = blocks_of(rows, count), home = omp_get_thread_num() * blocks / omp_get_num_threads();
+    Taken *taken = worker.taken.data() + worker.products++ * worker.blocks;
+    T *panel = aligned_room(worker.room, in * WIDTH);
+    for (int64_t b = home; b < home + blocks; b++) {
+        int64_t block = b % blocks, begin = block * rows / blocks, end = (block + 1) * rows / blocks;
+        for (int64_t from; (from = taken[block].count.fetch_add(AT_ONCE, std::memory_order_relaxed)) < count;)
+            for (int64_t p = from; p < std::min(count, from + AT_ONCE); p++) {
+                alignas(64) float sums[TILE * WIDTH];
+                put(p, panel);
+                for (int64_t first = begin, left = (end - begin + TILE - 1) / TILE, some; left; left--, first += some) {
+                    some = (end - first) / left;
+                    row_sums(some, x + first * step, step, panel, in / JOINED<T>, sums);
+                    use(first, some, p, sums);
+                }
+            }
     }
 }
 
@@ -139,8 +161,8 @@ template <class T> inline void put_product(const Product<T> &one, int64_t in, in
 
 // out = x Wᵀ + b, rounded, to `use(row, column, rounded numbers, columns)`
 template <class T, class Use>
-inline void product(const T *x, int64_t step, int64_t rows, int64_t in, const Product<T> &one, std::vector<T> &room, const Use &use) {
-    multiply(x, step, rows, in, panels_of(one.width), room, [&](int64_t p, T *panel) { put_product(one, in, p, panel); },
+inline void product(const T *x, int64_t step, int64_t rows, int64_t in, const Product<T> &one, Worker<T> &worker, const Use &use) {
+    multiply(x, step, rows, in, panels_of(one.width), worker, [&](int64_t p, T *panel) { put_product(one, in, p, panel); },
              [&](int64_t first, int64_t some, int64_t p, float *sums) {
         each_row(first, some, p, one.width, sums, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
             float out[WIDTH];
@@ -154,10 +176,10 @@ inline void product(const T *x, int64_t step, int64_t rows, int64_t in, const Pr
 
 // dx [rows, in] = sum of grad W over products whose gradients lie beside each other in grad [rows, sum of widths], `step` numbers apart
 template <class T, class Use>
-inline void input_gradient(const T *grad, int64_t step, int64_t rows, int64_t in, const Product<T> *products, int64_t count, std::vector<T> &room, const Use &use) {
+inline void input_gradient(const T *grad, int64_t step, int64_t rows, int64_t in, const Product<T> *products, int64_t count, Worker<T> &worker, const Use &use) {
     int64_t all = 0;
     for (int64_t i = 0; i < count; i++) all += products[i].width;
-    multiply(grad, step, rows, all, panels_of(in), room, [&](int64_t p, T *panel) {
+    multiply(grad, step, rows, all, panels_of(in), worker, [&](int64_t p, T *panel) {
         for (int64_t i = 0; i < count; panel += products[i].width * WIDTH, i++)
             put_rows(products[i].weight + p * WIDTH, in, products[i].width, std::min(WIDTH, in - p * WIDTH), panel);
     }, [&](int64_t first, int64_t some, int64_t p, const float *sums) { each_row(first, some, p, in, sums, use); });
@@ -207,12 +229,11 @@ template <class T> inline void gate_row(const T *gate, const T *up, int64_t coun
 
 // -- the halves -------------------------------------------------------------------------------------------
 
-template <class T> void front_forward(const Half<T> &n, const Product<T> *products, float eps) {
-    std::vector<T> room;
+template <class T> void front_forward(const Half<T> &n, const Product<T> *products, float eps, Worker<T> &worker) {
     norm_rows(n.stream, n, eps);
     for (int64_t i = 0; i < n.count; i++) {
         const Product<T> &one = products[i];
-        product(n.normed, n.step, n.rows, n.width, one, room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
+        product(n.normed, n.step, n.rows, n.width, one, worker, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
             store(out, columns, one.out + row * one.width + at);
         });
     }
@@ -237,8 +258,7 @@ void weight_gradients(const Half<T> &n, const T *joined, int64_t step, const T *
 #pragma omp barrier
 }
 
-template <class T> void front_backward(const Half<T> &n, const Product<T> *products, float eps) {
-    std::vector<T> room;
+template <class T> void front_backward(const Half<T> &n, const Product<T> *products, float eps, Worker<T> &worker) {
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < n.rows; row++) {
         T *to = n.joined + row * n.joined_step;
@@ -248,8 +268,8 @@ template <class T> void front_backward(const Half<T> &n, const Product<T> *produ
         else memset(n.dstream + row * n.width, 0, n.width * sizeof(float));
     }
     norm_rows(n.stream, n, eps);
-    weight_gradients(n, n.joined, n.joined_step, n.normed, n.step, n.width, products, n.count, room);
-    input_gradient(n.joined, n.joined_step, n.rows, n.width, products, n.count, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
+    weight_gradients(n, n.joined, n.joined_step, n.normed, n.step, n.width, products, n.count, worker.room);
+    input_gradient(n.joined, n.joined_step, n.rows, n.width, products, n.count, worker, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
         store(own, columns, n.dnormed + row * n.step + at);
     });
 #pragma omp barrier
@@ -267,10 +287,10 @@ inline void add_part(const float *from, const float *out, int64_t count, float *
 }
 
 // gate, up and silu(g) · u of the stream behind attention, those of them for which there is room
-template <class T> void gated_forward(const Half<T> &n, const Product<T> *products, float eps, std::vector<T> &room) {
+template <class T> void gated_forward(const Half<T> &n, const Product<T> *products, float eps, Worker<T> &worker) {
     norm_rows(n.middle, n, eps);
     const Product<T> &gate = products[GATE], &up = products[UP];
-    multiply<2>(n.normed, n.step, n.rows, n.width, n.inner / HALF, room, [&](int64_t p, T *panel) {
+    multiply<2>(n.normed, n.step, n.rows, n.width, n.inner / HALF, worker, [&](int64_t p, T *panel) {
         put_outputs(gate.weight + p * HALF * n.width, n.width, HALF, panel);
         put_outputs(up.weight + p * HALF * n.width, n.width, HALF, panel + JOINED<T> * HALF);
     }, [&](int64_t first, int64_t some, int64_t p, const float *sums) {
@@ -298,27 +318,25 @@ template <class T> void gated_forward(const Half<T> &n, const Product<T> *produc
 #pragma omp barrier
 }
 
-template <class T> void back_forward(const Half<T> &n, const Product<T> *products, float eps) {
-    std::vector<T> room;
-    product(n.attended, n.attended_step, n.rows, n.attended_width, products[OUT], room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
+template <class T> void back_forward(const Half<T> &n, const Product<T> *products, float eps, Worker<T> &worker) {
+    product(n.attended, n.attended_step, n.rows, n.attended_width, products[OUT], worker, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
         add_part(n.stream + row * n.width + at, out, columns, n.middle + row * n.width + at);
     });
 #pragma omp barrier
-    gated_forward(n, products, eps, room);
-    product(n.inner_room, n.inner_step, n.rows, n.inner, products[DOWN], room, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
+    gated_forward(n, products, eps, worker);
+    product(n.inner_room, n.inner_step, n.rows, n.inner, products[DOWN], worker, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
         add_part(n.middle + row * n.width + at, out, columns, n.out + row * n.width + at);
     });
 }
 
-template <class T> void back_backward(const Half<T> &n, const Product<T> *products, float eps) {
-    std::vector<T> room;
+template <class T> void back_backward(const Half<T> &n, const Product<T> *products, float eps, Worker<T> &worker) {
     T *narrowed = n.dnormed;  // of a gradient of the stream, until that of the norm is there
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < n.rows; row++)
         for (int64_t i = 0; i < n.width; i++) narrow(n.dout[row * n.width + i], narrowed[row * n.step + i]), n.dstream[row * n.width + i] = n.dout[row * n.width + i];
     norm_rows(n.middle, n, eps);
     const T *gate = products[GATE].out, *up = products[UP].out;
-    input_gradient(narrowed, n.step, n.rows, n.inner, products + DOWN, 1, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
+    input_gradient(narrowed, n.step, n.rows, n.inner, products + DOWN, 1, worker, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
         float y[WIDTH];
         for (int64_t i = 0; i < WIDTH; i++) y[i] = rounded<T>(own[i]);
         int64_t from = row * n.inner + at, to = row * n.joined_step + at;
@@ -326,9 +344,9 @@ template <class T> void back_backward(const Half<T> &n, const Product<T> *produc
         store(y, columns, n.inner_room + row * n.inner_step + at);
     });
 #pragma omp barrier
-    weight_gradients(n, narrowed, n.step, n.inner_room, n.inner_step, n.inner, products + DOWN, 1, room);
-    weight_gradients(n, n.joined, n.joined_step, n.normed, n.step, n.width, products + GATE, 2, room);
-    input_gradient(n.joined, n.joined_step, n.rows, n.width, products + GATE, 2, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
+    weight_gradients(n, narrowed, n.step, n.inner_room, n.inner_step, n.inner, products + DOWN, 1, worker.room);
+    weight_gradients(n, n.joined, n.joined_step, n.normed, n.step, n.width, products + GATE, 2, worker.room);
+    input_gradient(n.joined, n.joined_step, n.rows, n.width, products + GATE, 2, worker, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
         store(own, columns, n.dnormed + row * n.step + at);
     });
 #pragma omp barrier
@@ -336,8 +354,8 @@ template <class T> void back_backward(const Half<T> &n, const Product<T> *produc
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < n.rows; row++)
         for (int64_t i = 0; i < n.width; i++) narrow(n.dstream[row * n.width + i], narrowed[row * n.step + i]);
-    weight_gradients(n, narrowed, n.step, n.attended, n.attended_step, n.attended_width, products + OUT, 1, room);
-    input_gradient(narrowed, n.step, n.rows, n.attended_width, products + OUT, 1, room, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
+    weight_gradients(n, narrowed, n.step, n.attended, n.attended_step, n.attended_width, products + OUT, 1, worker.room);
+    input_gradient(narrowed, n.step, n.rows, n.attended_width, products + OUT, 1, worker, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
         store(own, columns, n.dattended + row * n.attended_width + at);
     });
 }
@@ -349,14 +367,17 @@ void add_whole_gradient(const T *grad, int64_t step, const T *x, int64_t rows, i
     add_weight_gradient(tiles, x, in, rows, width, in, total, fresh, room);
 }
 
-template <class T> void run_half(int kind, const Half<T> &n, const Product<T> *products, float eps) {
-    if (kind == 0) front_forward(n, products, eps);
-    if (kind == 1) front_backward(n, products, eps);
-    if (kind == 2) back_forward(n, products, eps);
-    if (kind == 3) back_backward(n, products, eps);
-    if (kind == 4) {
-        std::vector<T> room;
-        gated_forward(n, products, eps, room);
+template <class T> void run_half(int kind, const Half<T> &n, const Product<T> *products, float eps, int threads) {
+    int64_t blocks = most_blocks(n.rows, threads);
+    std::vector<Taken> taken(PRODUCTS * blocks);
+#pragma omp parallel num_threads(threads)
+    {
+        Worker<T> worker{taken, blocks};
+        if (kind == 0) front_forward(n, products, eps, worker);
+        if (kind == 1) front_backward(n, products, eps, worker);
+        if (kind == 2) back_forward(n, products, eps, worker);
+        if (kind == 3) back_backward(n, products, eps, worker);
+        if (kind == 4) gated_forward(n, products, eps, worker);
     }
 }
 
@@ -378,11 +399,8 @@ void rondel_add_weight_gradient(int code, const void *grad, int64_t step, const 
 // code: 0 float32, 1 bfloat16; kind: 0 and 1 the front half forward and backward, 2 and 3 the back half, 4 gate and up
 // of it once more
 void rondel_layer_half(int code, int kind, const void *half, const void *products, float eps, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        if (code) run_half(kind, *(const Half<bf16> *)half, (const Product<bf16> *)products, eps);
-        else run_half(kind, *(const Half<float> *)half, (const Product<float> *)products, eps);
-    }
+    if (code) run_half(kind, *(const Half<bf16> *)half, (const Product<bf16> *)products, eps, threads);
+    else run_half(kind, *(const Half<float> *)half, (const Product<float> *)products, eps, threads);
 }
 
 }
