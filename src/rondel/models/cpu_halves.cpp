@@ -168,7 +168,7 @@ inline void product(const T *x, int64_t step, int64_t rows, int64_t in, const Pr
             float out[WIDTH];
             for (int64_t i = 0; i < WIDTH; i++) out[i] = own[i];
             for (int64_t i = 0; one.bias && i < columns; i++) out[i] += one.bias[at + i];
-            for (int64_t i = 0; i < WIDTH; i++) out[i] = rounded<T>(out[i]);
+            round_all<T, WIDTH>(out);
             use(row, at, out, columns);
         });
     });
@@ -186,10 +186,8 @@ inline void input_gradient(const T *grad, int64_t step, int64_t rows, int64_t in
 }
 
 template <class T> inline void store(const float *from, int64_t count, T *to) {
-    if (count == WIDTH)
-        for (int64_t i = 0; i < WIDTH; i++) narrow(from[i], to[i]);
-    else
-        for (int64_t i = 0; i < count; i++) narrow(from[i], to[i]);
+    if (count == WIDTH) return narrow_all<WIDTH>(from, to);
+    for (int64_t i = 0; i < count; i++) narrow(from[i], to[i]);
 }
 
 template <class T>
@@ -217,11 +215,17 @@ template <class T> inline void gate_row(const T *gate, const T *up, int64_t coun
         for (int64_t i = 0; i < WIDTH; i++) u[i] = wide(up[i]);
     } else
         for (int64_t i = 0; i < WIDTH; i++) g[i] = i < count ? wide(gate[i]) : 0, u[i] = i < count ? wide(up[i]) : 0;
+    float pulled[WIDTH], silu[WIDTH], shares[WIDTH];
     for (int64_t i = 0; i < WIDTH; i++) {
-        float below = 1.0f + exponential(-g[i]), share = 1.0f / below, silu = rounded<T>(g[i] / below);
-        dg[i] = rounded<T>(y[i] * u[i]) * share * (1.0f + g[i] * (1.0f - share));
-        du[i] = y[i] * silu;
-        y[i] = silu * u[i];
+        float below = 1.0f + exponential(-g[i]);
+        shares[i] = 1.0f / below, silu[i] = g[i] / below, pulled[i] = y[i] * u[i];
+    }
+    round_all<T, WIDTH>(silu);
+    round_all<T, WIDTH>(pulled);
+    for (int64_t i = 0; i < WIDTH; i++) {
+        dg[i] = pulled[i] * shares[i] * (1.0f + g[i] * (1.0f - shares[i]));
+        du[i] = y[i] * silu[i];
+        y[i] = silu[i] * u[i];
     }
     store(dg, count, dgate);
     store(du, count, dup);
@@ -303,10 +307,10 @@ template <class T> void gated_forward(const Half<T> &n, const Product<T> *produc
                 memcpy(g + i * HALF, sums + (r + i) * WIDTH, HALF * sizeof(float));
                 memcpy(u + i * HALF, sums + (r + i) * WIDTH + HALF, HALF * sizeof(float));
             }
-            for (int i = 0; i < VECTOR; i++) narrow(g[i], narrow_g[i]), narrow(u[i], narrow_u[i]);
-            for (int i = 0; i < VECTOR; i++) g[i] = wide(narrow_g[i]), u[i] = wide(narrow_u[i]);
+            narrow_all<VECTOR>(g, narrow_g), narrow_all<VECTOR>(u, narrow_u);
+            round_all<T, VECTOR>(g), round_all<T, VECTOR>(u);
             gate_vector<T, VECTOR>(g, u);
-            for (int i = 0; i < VECTOR; i++) narrow(u[i], out[i]);
+            narrow_all<VECTOR>(u, out);
             for (int64_t i = 0; i < count; i++) {
                 int64_t row = first + r + i, at = row * n.inner + p * HALF;
                 if (gate.out) memcpy(gate.out + at, narrow_g + i * HALF, HALF * sizeof(T));
@@ -338,7 +342,8 @@ template <class T> void back_backward(const Half<T> &n, const Product<T> *produc
     const T *gate = products[GATE].out, *up = products[UP].out;
     input_gradient(narrowed, n.step, n.rows, n.inner, products + DOWN, 1, worker, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
         float y[WIDTH];
-        for (int64_t i = 0; i < WIDTH; i++) y[i] = rounded<T>(own[i]);
+        memcpy(y, own, sizeof y);
+        round_all<T, WIDTH>(y);
         int64_t from = row * n.inner + at, to = row * n.joined_step + at;
         gate_row(gate + from, up + from, columns, y, n.joined + to, n.joined + to + n.inner);
         store(y, columns, n.inner_room + row * n.inner_step + at);

@@ -57,7 +57,7 @@ void layer_front(const LayerParts<T> &layer, const Sizes &n, float *stream, cons
         each_half(first, some, p, width, sums, [&](int64_t row, int64_t at, const float *own) {
             float out[HALF];
             add_bias(own, layer.qkv_bias ? layer.qkv_bias + at : nullptr, out);
-            for (int i = 0; i < HALF; i++) narrow(out[i], room.qkv[row * width + at + i]);
+            narrow_all<HALF>(out, room.qkv + row * width + at);
         });
     });
 #pragma omp barrier
@@ -89,7 +89,8 @@ template <class T> void layer_back(const LayerParts<T> &layer, const Sizes &n, f
             each_half(first, some, p, n.width, sums, [&](int64_t row, int64_t at, const float *own) {
                 float out[HALF], *to = stream + row * n.width + at;
                 add_bias(own, bias ? bias + at : nullptr, out);
-                for (int i = 0; i < HALF; i++) to[i] += rounded<T>(out[i]);
+                round_all<T, HALF>(out);
+                for (int i = 0; i < HALF; i++) to[i] += out[i];
             });
         };
     };
@@ -105,11 +106,10 @@ template <class T> void layer_back(const LayerParts<T> &layer, const Sizes &n, f
                 memcpy(gate + i * HALF, sums + (r + i) * WIDTH, HALF * sizeof(float));
                 memcpy(up + i * HALF, sums + (r + i) * WIDTH + HALF, HALF * sizeof(float));
             }
-            for (int i = 0; i < VECTOR; i++) gate[i] = rounded<T>(gate[i]);
-            for (int i = 0; i < VECTOR; i++) up[i] = rounded<T>(up[i]);
+            round_all<T, VECTOR>(gate), round_all<T, VECTOR>(up);
             gate_vector<T, VECTOR>(gate, up);
             T out[VECTOR];
-            for (int i = 0; i < VECTOR; i++) narrow(up[i], out[i]);
+            narrow_all<VECTOR>(up, out);
             for (int64_t i = 0; i < count; i++)
                 memcpy(room.inner + (first + r + i) * n.inner_step + p * HALF, out + i * HALF, HALF * sizeof(T));
         }

@@ -45,6 +45,31 @@ template <class T> inline float rounded(float x) {
     return wide(out);
 }
 
+// N numbers, a multiple of 16, as T holds them: by one instruction where there is one, for which numbers below 1.2e-38 are 0
+template <int N, class T> inline void narrow_all(const float *from, T *to) {
+#ifdef __AVX512BF16__
+    if constexpr (sizeof(T) == sizeof(bf16)) {
+        for (int i = 0; i < N; i += 16) _mm256_storeu_si256((__m256i *)(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
+        return;
+    }
+#endif
+    for (int i = 0; i < N; i++) narrow(from[i], to[i]);
+}
+
+// the same, and back
+template <class T, int N> inline void round_all(float *x) {
+#ifdef __AVX512BF16__
+    if constexpr (sizeof(T) == sizeof(bf16)) {
+        for (int i = 0; i < N; i += 16) {
+            __m256i bits = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i));
+            _mm512_storeu_ps(x + i, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+        }
+        return;
+    }
+#endif
+    for (int i = 0; i < N; i++) x[i] = rounded<T>(x[i]);
+}
+
 // Relative error below 2e-7; 0 below -87.3, and never above 6e37.
 inline float exponential(float x) {
     float held = x < -87.3f ? -87.3f : x > 87.3f ? 87.3f : x;
@@ -74,10 +99,7 @@ template <class T> inline void read(const T *from, int64_t count, float *to) {
 }
 
 template <class T> inline void write(const float *from, int64_t count, T *to) {
-    if (count == VECTOR) {
-        for (int i = 0; i < VECTOR; i++) narrow(from[i], to[i]);
-        return;
-    }
+    if (count == VECTOR) return narrow_all<VECTOR>(from, to);
     for (int i = 0; i < count; i++) narrow(from[i], to[i]);
 }
 
@@ -156,7 +178,10 @@ inline void norm_row_backward(const X *from, const W *w, const W *pulled, X *dx,
 
 // silu(g) · u in the place of u
 template <class T, int N> inline void gate_vector(const float *g, float *u) {
-    for (int i = 0; i < N; i++) u[i] *= rounded<T>(g[i] / (1.0f + exponential(-g[i])));
+    float silu[N];
+    for (int i = 0; i < N; i++) silu[i] = g[i] / (1.0f + exponential(-g[i]));
+    round_all<T, N>(silu);
+    for (int i = 0; i < N; i++) u[i] *= silu[i];
 }
 
 // one head of twice `half` numbers, turned by its position's angles
