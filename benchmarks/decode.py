@@ -8,7 +8,8 @@ A step is what lies between two tokens of the first request while all of them de
 number is the median over `--new` steps, of
 each round; `cpu_ms` is the same in CPU time of the process, for a machine that others use, too. `host` is the share of the plain step outside of the device's thread: planning, delivery, turns of the event
 loop; it is all that can run beside the device. `reading` is how long a sum over the very weights that the engine's step
-reads takes on the same threads, in turn with the rounds: less than that no step of one request can take. Shares are of a step under torch's profiler, by kind of operation: `other` is
+reads takes on the same threads, in turn with the rounds: less than that no step of one request can take. `hop_ns` is how long
+a line of memory takes from one core to another: 30 where both share a cache, 300 between two sockets. Shares are of a step under torch's profiler, by kind of operation: `other` is
 small operations, or the fused loops of the
 compiled pass, and `between` lies in none. The profiler itself costs most where operations are small.
 """
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     from _work import median, opened, report
 
     from rondel.generate.engine.builtin.engine import BuiltinEngine
+    from rondel.models.cpu_kernels import hop_ns
     from rondel.models.cuda_graphs import serving_pass
 
     device, loaded = opened(a.model, a.dtype, a.threads)
@@ -84,12 +86,14 @@ def main(argv: list[str] | None = None) -> None:
     cpu_table: dict[int, dict[str, list[float]]] = {}
     host: dict[int, list[float]] = {}
     reading: dict[int, list[float]] = {}
+    hops: dict[int, list[int]] = {}
     for n in sizes:
-        reading[n], host[n] = [], []
+        reading[n], host[n], hops[n] = [], [], []
         table[n], cpu_table[n] = {name: [] for name in passes}, {name: [] for name in passes}
         engine.runner.step = timed  # type: ignore[method-assign]
         for seed in range(a.rounds + 1):  # the first one warms up
             if seed:
+                hops[n].append(round(device.call(lambda: median([hop_ns() for _ in range(20)]))))
                 reading[n].append(round(1e3 * device.call(lambda: median([read(loaded) for _ in range(20)])), 2))
             for name in passes:
                 inside.clear()
@@ -103,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
             print(
                 f"{n:>4} requests   "
                 + "   ".join(f"{name} {told} ms" for name, told in table[n].items())
-                + f"   reading {reading[n]} ms",
+                + f"   reading {reading[n]} ms   hop {hops[n]} ns",
                 flush=True,
             )
     shares = {}
@@ -120,6 +124,7 @@ def main(argv: list[str] | None = None) -> None:
             "ms": {str(n): row for n, row in table.items()},
             "cpu_ms": {str(n): row for n, row in cpu_table.items()},
             "reading_ms": {str(n): row for n, row in reading.items()},
+            "hop_ns": {str(n): row for n, row in hops.items()},
             "host": {str(n): shares for n, shares in host.items()},
             "profiled": a.profile,
             "shares": shares,

@@ -1,6 +1,8 @@
 """One whole RL step on a real model, through the real loop: generate, score, train, sync.
 
 CPU seconds, of the engine's passes and of all else in a step, are those of the process: for a machine that others use.
+`hop_ns` is how long a line of memory takes from one core to another while answers are generated, of each step that counts:
+30 where both share a cache, 300 between two sockets, and on a machine that others use it changes by the minute.
 `not_computed` is the share of the tokens whose answers have no advantage and need no pass in training.
 The same work as benchmarks/peers/trl_grpo.py; run them in turn on one machine:
     rondel bench step --model FOLDER --prompts 8 --group 8 --new 64 --dtype bfloat16 --force-len --json
@@ -42,21 +44,24 @@ def main(argv: list[str] | None = None) -> None:
     from rondel.assemble.worker_devices import usable_cores
     from rondel.core.config.job import Job
     from rondel.core.events import StepDone, subscribe
+    from rondel.models.cpu_kernels import hop_ns
     from rondel.planner.memory import memory_bills
     from rondel.planner.workload import of_job
 
-    parts, rows, generating = [], [], [0.0]
+    parts, rows, generating, hops = [], [], [0.0], []
 
     def note(event) -> None:
         if isinstance(event, StepDone):
             scheduler = parts[0].engine.scheduler
-            rows.append((event, scheduler.prefilled, scheduler.decoded, generating[0], time.process_time()))
+            rows.append((event, scheduler.prefilled, scheduler.decoded, generating[0], time.process_time(), [*hops]))
+            hops.clear()
 
     def built(made) -> None:
         parts.append(made)
         plain_step = made.engine.runner.step
 
         def timed(*plans):
+            hops.append(hop_ns())
             began = time.process_time()
             out = plain_step(*plans)
             generating[0] += time.process_time() - began
@@ -99,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     out = {
         "bench": "step", "s_per_step": round(step_s, 2), "gen_s": round(gen_s, 2), "train_s": round(train_s, 2), "new_tokens": new,
         "gen_tok_s": round(new / gen_s, 1), "train_tok_s": round(new / train_s, 1), "prefilled": median(prefilled), "packed_tokens": median(packed), "padding": 0,
-        "not_computed": round(median(left_out), 3),
+        "not_computed": round(median(left_out), 3), "hop_ns": [round(median(row[5])) for row in rows[1:]],
         "gemm_peak_gflops": round(peak / 1e9, 1), "gen_share_of_peak": round(gen_flop / gen_s / peak, 3), "train_share_of_peak": round(train_flop / train_s / peak, 3),
         "forward_backward_s": round(median([e.metrics["train/forward_backward_s"] for e in used]), 2),
         "optimizer_s": round(median([e.metrics["train/optimizer_s"] for e in used]), 2), "sync_s": round(median([s["sync"] for s in seconds]), 3),

@@ -443,3 +443,14 @@ def test_draws_of_logits_that_are_not_finite_or_cut():
     cuts = [Sampling(), Sampling(top_p=0.9), Sampling(top_p=0.9, temperature=0)]
     assert weighed_rows(torch.zeros(3, 300), cuts) == [1]
     assert weighed_rows(torch.zeros(3, 300, dtype=torch.float64), cuts) == [0, 1, 2]
+
+
+def test_how_far_cores_are_from_each_other_is_told_where_two_compute():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert 0.0 <= cpu_kernels.hop_ns() < 5e7
+        torch.set_num_threads(1)
+        assert cpu_kernels.hop_ns() == 0.0
+    finally:
+        torch.set_num_threads(before)

@@ -4,7 +4,12 @@
 // them into a panel of its own (cpu_tiles.h) and multiplies it with some hundred rows. Gradients of weights are added to
 // fp32 sums where they are computed, never rounded. layer_halves.py calls this; it rounds where the modules do.
 
+#ifdef _OPENMP
 #include <omp.h>
+#else  // torch brings another pool: one thread
+inline int omp_get_num_threads() { return 1; }
+inline int omp_get_thread_num() { return 0; }
+#endif
 
 #include <atomic>
 
@@ -45,7 +50,9 @@ template <class T> struct Half {  // as layer_halves.py hands it over
     T *dnormed;          // room [rows, width]
     T *dattended;        // [rows, attended_width]
     float *dstream;         // [rows, width]
-    float *shares;          // [blocks, width], zeros
+    float *shares;          // room [blocks, width]
+    float *norm_total;      // [width], to which the gradient of `norm` is added, or 0
+    int64_t norm_fresh;     // whether nothing is in it yet
 };
 
 // -- products --------------------------------------------------------------------------------------------
@@ -196,15 +203,25 @@ inline void norm_rows(const float *stream, const Half<T> &n, float eps) {
     for (int64_t row = 0; row < n.rows; row++) norm_row(stream + row * n.width, n.norm, n.normed + row * n.step, n.width, eps);
 }
 
-// dstream += the gradient through a norm of x [rows, width], and the shares of its weight
+// dstream += the gradient through a norm of x [rows, width], and that of its weight: a share of each NORM_ROWS rows, then their sum
 template <class T>
 inline void norm_gradient(const float *x, const Half<T> &n, float eps) {
+    int64_t blocks = parts_of(n.rows, NORM_ROWS);
 #pragma omp for schedule(static)
-    for (int64_t b = 0; b < (n.rows + NORM_ROWS - 1) / NORM_ROWS; b++)
+    for (int64_t b = 0; b < blocks; b++) {
+        memset(n.shares + b * n.width, 0, n.width * sizeof(float));
         for (int64_t row = b * NORM_ROWS; row < std::min(n.rows, (b + 1) * NORM_ROWS); row++) {
             int64_t at = row * n.width;
             norm_row_backward<true>(x + at, n.norm, n.dnormed + row * n.step, n.dstream + at, n.shares + b * n.width, n.width, eps);
         }
+    }
+    if (!n.norm_total) return;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < n.width; i++) {
+        float sum = 0;
+        for (int64_t b = 0; b < blocks; b++) sum += n.shares[b * n.width + i];
+        n.norm_total[i] = n.norm_fresh ? sum : n.norm_total[i] + sum;
+    }
 }
 
 // gate and up of one part of a row, the gradient of silu(g) · u -> theirs, and silu(g) · u again in the place of `y`

@@ -513,6 +513,13 @@ def whole_digest(raw: Tensor, inside: Tensor, across: Tensor) -> tuple[int, int]
     return out[0], out[1]
 
 
+def hop_ns(count: int = 100) -> float:
+    """Nanoseconds until one of two threads has a line of memory that the other has written, which is how far their cores
+    are from each other; 0 where nothing can be told. On the thread that computes: a second pool would slow both.
+    """
+    return 0.0 if _loaded is None or torch.get_num_threads() < 2 else float(_loaded.rondel_hop(count))
+
+
 def add_weight_gradient(main: Tensor, grad: Tensor, x: Tensor, *, fresh: bool = False) -> None:
     """main [O, I] += grad [N, O]ᵀ @ x [N, I], summed in fp32 and not rounded; `grad` and `x` both bfloat16 or fp32, of
     `grad` rows may lie apart. `fresh`: nothing is in `main` yet.

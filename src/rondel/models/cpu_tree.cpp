@@ -22,7 +22,8 @@ template <class T> struct Tree {  // as tree_loops.py hands it over
     float *log_sums;          // [T, heads]
     const T *dout;
     T *dq;
-    float *dk, *dv;           // [T, shared, size], zeros
+    float *dk_sums, *dv_sums; // room [T, shared, size]
+    T *dk, *dv;               // [T, shared, size]
 };
 
 template <class T> struct Job {
@@ -205,9 +206,24 @@ template <class T> void attend_backward(const Tree<T> &n, int64_t segment, int64
                 }
             }
         }
-        add_to_keys(n, job, head, job.changes.data(), job.queries.data() + begin * n.size, rows, seen, n.dk);
-        add_to_keys(n, job, head, job.weights.data(), job.pulls.data() + begin * n.size, rows, seen, n.dv);
+        add_to_keys(n, job, head, job.changes.data(), job.queries.data() + begin * n.size, rows, seen, n.dk_sums);
+        add_to_keys(n, job, head, job.weights.data(), job.pulls.data() + begin * n.size, rows, seen, n.dv_sums);
     }
+}
+
+// A key head's gradients of a family's keys, all of whose tokens are its own: zeros, segment by segment, then rounded.
+template <class T> void attend_family_backward(const Tree<T> &n, int64_t family, int64_t head, float scale, Job<T> &job) {
+    auto each_key = [&](auto use) {
+        for (int64_t i = n.first[family]; i < n.first[family + 1]; i++) {
+            const int64_t *own = n.segments + 4 * n.members[i];
+            for (int64_t t = own[0]; t < own[0] + own[1]; t++) use((t * n.shared + head) * n.size);
+        }
+    };
+    each_key([&](int64_t at) { memset(n.dk_sums + at, 0, n.size * sizeof(float)), memset(n.dv_sums + at, 0, n.size * sizeof(float)); });
+    for (int64_t i = n.first[family]; i < n.first[family + 1]; i++) attend_backward(n, n.members[i], head, scale, job);
+    each_key([&](int64_t at) {
+        for (int64_t i = at; i < at + n.size; i += WIDTH) narrow_all<WIDTH>(n.dk_sums + i, n.dk + i), narrow_all<WIDTH>(n.dv_sums + i, n.dv + i);
+    });
 }
 
 template <class T> void run_tree(bool backward, const Tree<T> &n, float scale, int threads) {
@@ -217,9 +233,7 @@ template <class T> void run_tree(bool backward, const Tree<T> &n, float scale, i
         Job<T> job;
         if (backward) {
 #pragma omp for schedule(dynamic)
-            for (int64_t one = 0; one < n.families * n.shared; one++)
-                for (int64_t i = n.first[one / n.shared]; i < n.first[one / n.shared + 1]; i++)
-                    attend_backward(n, n.members[i], one % n.shared, scale, job);
+            for (int64_t one = 0; one < n.families * n.shared; one++) attend_family_backward(n, one / n.shared, one % n.shared, scale, job);
         } else {
 #pragma omp for schedule(dynamic)
             for (int64_t one = 0; one < segments * n.shared; one++) attend(n, n.members[one / n.shared], one % n.shared, scale, job);

@@ -463,18 +463,19 @@ def _front_backward(
         _room(rows, len(w), norm).zero_() if g is None else g.to(norm.dtype).contiguous()
         for g, w in zip(grads, own, strict=True)
     ]
-    totals = _totals(own, wants[1:])
-    dstream, shares = torch.empty_like(stream), _shares(stream)
+    of_norm, *totals = _totals([norm, *own], wants)
+    dstream = torch.empty_like(stream)
     widths = [len(w) for w in own]
     half = _Half(
         stream=stream, norm=norm, normed=row_room(rows, stream.shape[1], norm.dtype),
         dout=None if dout is None else dout.contiguous(), joined=row_room(rows, sum(widths), norm.dtype),
         tiles=_tiles(rows, sum(_whole_tiles(w) for w in widths), norm),
-        dnormed=row_room(rows, stream.shape[1], norm.dtype), dstream=dstream, shares=shares,
+        dnormed=row_room(rows, stream.shape[1], norm.dtype), dstream=dstream, shares=_shares(stream),
+        norm_total=of_norm[0],
     )  # fmt: skip
-    half.run(FRONT_BACKWARD, eps, products, given, totals)
+    half.run(FRONT_BACKWARD, eps, products, given, totals, norm_fresh=of_norm[2])
     biases = [None if b is None else g.float().sum(0).to(b.dtype) for b, g in zip(products[len(own) :], given)]
-    return dstream, [_added(norm, shares.sum(0), wants[0]), *_returned(own, totals), *biases]
+    return dstream, [*_returned([norm, *own], [of_norm, *totals]), *biases]
 
 
 def _back_backward(
@@ -487,19 +488,20 @@ def _back_backward(
     norm, *products = weights
     gate, up = gates or _gates_again(eps, middle, weights)
     own = products[: len(products) // 2]
-    totals = _totals(own, wants[1:])
-    dattended, dstream, shares = torch.empty_like(attended), torch.empty_like(middle), _shares(middle)
+    of_norm, *totals = _totals([norm, *own], wants)
+    dattended, dstream = torch.empty_like(attended), torch.empty_like(middle)
     rows, inner = gate.shape
     half = _Half(
         norm=norm, normed=row_room(rows, middle.shape[1], norm.dtype), attended=attended, middle=middle,
         inner=row_room(rows, inner, norm.dtype), dout=grad.contiguous(),
         joined=row_room(rows, 2 * inner, norm.dtype),
         tiles=_tiles(rows, max(2 * _whole_tiles(inner), _whole_tiles(middle.shape[1])), norm),
-        dnormed=row_room(rows, middle.shape[1], norm.dtype), dattended=dattended, dstream=dstream, shares=shares,
+        dnormed=row_room(rows, middle.shape[1], norm.dtype), dattended=dattended, dstream=dstream,
+        shares=_shares(middle), norm_total=of_norm[0],
     )  # fmt: skip
-    half.run(BACK_BACKWARD, eps, products, [None, gate, up, None], totals)
+    half.run(BACK_BACKWARD, eps, products, [None, gate, up, None], totals, norm_fresh=of_norm[2])
     bias = None if products[len(own)] is None else dstream.sum(0).to(norm.dtype)
-    found = [_added(norm, shares.sum(0), wants[0]), *_returned(own, totals), bias, None, None, None]
+    found = [*_returned([norm, *own], [of_norm, *totals]), bias, None, None, None]
     return dattended, dstream, found
 
 
@@ -562,7 +564,7 @@ class WholeLayer(torch.autograd.Function):
 
 
 def _added(weight: Tensor, grad: Tensor, wanted: bool) -> Tensor | None:
-    """A norm's gradient in fp32, added where the optimizer adds it up, else what autograd gets."""
+    """The gradient of a norm of heads in fp32, added where the optimizer adds it up, else what autograd gets."""
     main = main_grad(weight) if wanted else None
     if main is None or main.dtype != torch.float32:
         return grad.to(weight.dtype)
@@ -604,7 +606,8 @@ def _room(rows: int, width: int, like: Tensor) -> Tensor:
 
 
 def _shares(stream: Tensor) -> Tensor:
-    return torch.zeros(-(-len(stream) // NORM_ROWS), stream.shape[1])
+    """Room for a norm's gradient."""
+    return torch.empty(-(-len(stream) // NORM_ROWS), stream.shape[1])
 
 
 def _whole_tiles(width: int) -> int:
@@ -621,7 +624,7 @@ class _Half:
 
     PLACES = (
         "stream", "norm", "normed", "attended", "middle", "inner", "out", "dout", "joined", "tiles", "dnormed",
-        "dattended", "dstream", "shares",
+        "dattended", "dstream", "shares", "norm_total",
     )  # fmt: skip
 
     def __init__(self, **tensors: Tensor | None) -> None:
@@ -634,7 +637,9 @@ class _Half:
         products: Weights,
         outs: Sequence[Tensor | None],
         totals: Sequence[Total],
+        *,
         inner: int = 0,
+        norm_fresh: bool = False,
     ) -> None:
         own, biases = products[: len(outs)], products[len(outs) :]
         floats = [None if b is None else b.detach().float() for b in biases]
@@ -644,7 +649,7 @@ class _Half:
         widths = [inner if room is None else room.shape[1], 0 if attended is None else attended.shape[1]]
         steps = [0 if one is None else one.stride(0) for one in rooms]
         sizes = [*normed.shape, *widths, len(own), *steps]
-        half = array("q", [*sizes, *(_address(self._tensors.get(name)) for name in self.PLACES)])
+        half = array("q", [*sizes, *(_address(self._tensors.get(name)) for name in self.PLACES), int(norm_fresh)])
         table = array("q")
         for w, b, out, (total, _, fresh) in zip(own, floats, outs, totals, strict=True):
             table.extend([_address(x) for x in (w, b, out, total)])

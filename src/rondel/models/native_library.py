@@ -31,7 +31,7 @@ from rondel.core.events import Warned, emit
 SWITCH = "RONDEL_CPU_KERNELS"
 SOURCES = [
     Path(__file__).with_name(f"cpu_{name}.cpp")
-    for name in ("kernels", "product", "pairs", "layers", "halves", "tree", "digest", "draw")
+    for name in ("kernels", "product", "pairs", "layers", "halves", "tree", "digest", "draw", "hop")
 ]
 HEADERS = [Path(__file__).with_name(name) for name in ("cpu_rows.h", "cpu_tiles.h", "cpu_panels.h")]
 OPTIONS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -57,6 +57,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_decode": [CODE, *[PLACE] * 9, *[WHOLE] * 10, REAL, THREADS],
     "rondel_pack_words": [PLACE, PLACE, *[WHOLE] * 4, THREADS],
     "rondel_draw": [*[PLACE] * 4, WHOLE, WHOLE, THREADS],
+    "rondel_hop": [CODE],
     "rondel_digest": [PLACE, WHOLE, PLACE, PLACE, WHOLE, PLACE, THREADS],
     "rondel_pair_product": [PLACE, WHOLE, *[PLACE] * 3, *[WHOLE] * 3, THREADS],
     "rondel_layer_half": [CODE, CODE, PLACE, PLACE, REAL, THREADS],
@@ -64,7 +65,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_tree": [CODE, CODE, PLACE, REAL, THREADS],
     "rondel_layers": [CODE, PLACE, WHOLE, CODE, PLACE, REAL, REAL, THREADS],
 }
-COUNTS = {"rondel_round": WHOLE}  # what returns anything
+COUNTS = {"rondel_round": WHOLE, "rondel_hop": ctypes.c_double}  # what returns anything
 
 
 def chosen_library() -> ctypes.CDLL | None:

@@ -22,7 +22,7 @@ from rondel.models.dense_attention import ScoreRule, is_short, sdpa
 from rondel.models.key_choice import IndexedTokens, choose_in_pack, is_chosen
 from rondel.models.processor import HALVES, has_bf16_vectors, is_widened
 from rondel.models.recurrent.layout import SegmentStates
-from rondel.models.tree_loops import TreeTable, attend_tree, takes_tree
+from rondel.models.tree_loops import UNIT, TreeTable, attend_tree, takes_tree
 from rondel.system.kernel_choice import KernelChoice, choose_kernel
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class PackedLayout:
         return self._is_plain and has_bf16_vectors()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
-        if self.takes_loops and takes_tree(q, k, v, rule) and has_kernels(q, k, v):
+        if self.takes_loops and not q.shape[2] % UNIT and takes_tree(q, k, v, rule) and has_kernels(q, k, v):
             return attend_tree(q, k, v, self.table, rule, library())
         if self.choose_kernel(q, v, rule).takes_kernel:
             from rondel.models.tree_attention import tree_attention

@@ -114,6 +114,7 @@ def tree_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of q, k, v and log sums, `grad` [T,H,D] of what was attended -> the gradients of q, k and v."""
     q, k, v, log_sums = kept
-    dq, (dk, dv) = torch.empty_like(q), (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
-    table.run(kernels, q, k, rule, v, dq, log_sums, grad, dq, dk, dv, backward=True)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    sums = [torch.empty(x.shape, dtype=torch.float32) for x in (k, v)]
+    table.run(kernels, q, k, rule, v, dq, log_sums, grad, dq, *sums, dk, dv, backward=True)
+    return dq, dk, dv
