@@ -67,6 +67,21 @@ def use_attention_layout(layout: AttentionLayout) -> Iterator[None]:
         _here.layout = outer
 
 
+class NotedCalls:
+    """A layout that notes what it was asked to attend to: layer, rule, queries and keys."""
+
+    def __init__(self, layout: Any) -> None:
+        self._layout, self.calls = layout, list[tuple[int, ScoreRule, Tensor, Tensor]]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layout, name)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        self.calls.append((layer, rule, q, k))
+        out: Tensor = self._layout.attend(layer, q, k, v, rule)
+        return out
+
+
 def attention_layout() -> AttentionLayout | None:
     """The layout in force; None where the model's own attention runs."""
     return getattr(_here, "layout", None)

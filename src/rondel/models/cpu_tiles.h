@@ -91,8 +91,9 @@ template <class T> inline void panel_sums(int64_t rows, const T *x, int64_t step
 }
 
 // `use(first row, rows, panel, sums [rows, WIDTH])` of each panel, on the threads of the region that this is called in, which do not wait
-// for each other at its end. x: rows `step` numbers apart. A thread takes AT_ONCE panels at a time, whose results share lines of memory. Few rows wait for memory, which is faster where a thread reads long runs of panels: its share of what is left,
-// again and again. Many rows compute, and a neighbour on the same cores then holds up one panel.
+// for each other at its end; rows of x are `step` numbers apart. Few rows wait for memory, which is faster where a thread reads long runs
+// of panels: its share of what is left, again and again. Many rows compute, and a neighbour on the same cores then holds up AT_ONCE
+// panels: as many as have results in one line of memory.
 template <int64_t AT_ONCE = 1, class T, class Use>
 inline void panel_product(const T *x, int64_t step, const T *panels, int64_t rows, int64_t in, int64_t count, const Use &use) {
     for (int64_t first = 0; first < rows; first += MOST) {

@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rondel.core.events import Warned, emit
 from rondel.models import cpu_kernels
-from rondel.models.attention import attention_layout, use_attention_layout
+from rondel.models.attention import NotedCalls, attention_layout, use_attention_layout
 from rondel.models.blocks import LIKE_LLAMA
 from rondel.models.cpu_kernels import CODES, TILE, apart, place_of, row_room
 from rondel.models.dense_attention import ScoreRule
@@ -85,12 +85,11 @@ class LayerHalves:
             return _whole(self._layer, stream, loops)[None]
         q, k, v, stream = _front(self._layer, stream)
         given = _GivenProjections(attention, {"q_proj": q, "k_proj": k, "v_proj": v})
-        notes = list[tuple[ScoreRule, Tensor, Tensor]]()
-        known = self._rule is not None and self._asked == _asked_of(attention)
-        with nullcontext() if known else use_attention_layout(_NotedCalls(attention_layout(), notes)):
+        noted, known = NotedCalls(attention_layout()), self._rule is not None and self._asked == _asked_of(attention)
+        with nullcontext() if known else use_attention_layout(noted):
             attended, _ = _forward_of(attention)(given, hidden_states=hidden_states, **kwargs)
         if not known:
-            self._rule, self._asked = self._own_rule((q, k, v), notes, attended[0], **kwargs), _asked_of(attention)
+            self._rule, self._asked = self._own_rule((q, k, v), noted, attended[0], **kwargs), _asked_of(attention)
         return _back(self._layer, attended[0], stream)[None]
 
     def _loops_of(self, tokens: int, **kwargs: Any) -> _Loops | None:
@@ -102,7 +101,7 @@ class LayerHalves:
     def _own_rule(
         self,
         given: tuple[Tensor, Tensor, Tensor],
-        notes: list[tuple[ScoreRule, Tensor, Tensor]],
+        noted: NotedCalls,
         attended: Tensor,
         **kwargs: Any,
     ) -> ScoreRule | bool | None:
@@ -110,11 +109,11 @@ class LayerHalves:
         gave what loops give; None where it cannot be told yet.
         """
         attention, layout = self._layer.self_attn, attention_layout()
-        if len(notes) != 1 or attention.__dict__.get("forward") is None or not _has_plain_head_norms(attention):
+        if len(noted.calls) != 1 or attention.__dict__.get("forward") is None or not _has_plain_head_norms(attention):
             return False
         if not _is_by_loops(layout):
             return None
-        (rule, *theirs), (q, k, v) = notes[0], (x.unflatten(1, (-1, attention.head_dim)) for x in given)
+        (_, rule, *theirs), (q, k, v) = noted.calls[0], (x.unflatten(1, (-1, attention.head_dim)) for x in given)
         loops = _loops(attention, layout, rule, len(q), **kwargs) if takes_tree(q, k, v, rule) else None
         if loops is None:
             return False
@@ -200,21 +199,6 @@ def _forward_of(attention: Any) -> Callable[..., Any]:
     own = attention.__dict__.get("forward")
     forward: Callable[..., Any] = type(attention).forward if own is None else own.func
     return forward
-
-
-class _NotedCalls:
-    """A layout that notes what it was asked to attend to: rule, queries and keys."""
-
-    def __init__(self, layout: Any, notes: list[tuple[ScoreRule, Tensor, Tensor]]) -> None:
-        self._layout, self._notes = layout, notes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layout, name)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
-        self._notes.append((rule, q, k))
-        out: Tensor = self._layout.attend(layer, q, k, v, rule)
-        return out
 
 
 # -- attention by loops ---------------------------------------------------------------------------------

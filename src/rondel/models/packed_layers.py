@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from rondel.core.events import Warned, emit
 from rondel.models import cpu_kernels
+from rondel.models.attention import NotedCalls
 from rondel.models.blocks import LIKE_LLAMA, decoder_blocks
 from rondel.models.cache_pools import LayerPools
 from rondel.models.dense_attention import ScoreRule
@@ -156,14 +157,15 @@ class PackedLayers:
         size = self._layers[0].self_attn.head_dim
         if self.loaded.decoder.rotary_emb(torch.zeros(1, 1, size), torch.zeros(1, 1).long())[0].shape != (1, 1, size):
             return False  # a part of a head stays as it is
-        noted: dict[int, ScoreRule] = {}
         pools, own_pools = ((LayerPools(PROBE_SLOTS), LayerPools(PROBE_SLOTS)) for _ in range(2))
         worst = 0.0
         for given, own in zip(_probe_steps(pools, self.loaded), _probe_steps(own_pools, self.loaded), strict=True):
             tokens, positions, layout = given
             with _Streams(self._layers) as streams, modules_alone(), without_packing():
-                self.loaded.hidden_states(tokens, positions, cast(Any, _NotedRules(layout, noted)))
-            self._rules = [noted[layer.self_attn.layer_idx] for layer in self._layers]
+                noted = NotedCalls(layout)
+                self.loaded.hidden_states(tokens, positions, noted)
+            rules = {layer: rule for layer, rule, _, _ in noted.calls}
+            self._rules = [rules[layer.self_attn.layer_idx] for layer in self._layers]
             if not all(_is_windowed(rule, self._rules[0].scale) for rule in self._rules) or not self._is_packed():
                 return False
             under_way = self._begin(*own)
@@ -279,17 +281,6 @@ def _values(of: list[dict[str, Any]]) -> list[Any]:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-class _NotedRules:
-    """A layout that notes by which rule each layer attends."""
-
-    def __init__(self, layout: PagedLayout, noted: dict[int, ScoreRule]) -> None:
-        self.layout, self.noted = layout, noted
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
-        self.noted[layer] = rule
-        return self.layout.attend(layer, q, k, v, rule)
 
 
 class _Streams:
