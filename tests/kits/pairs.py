@@ -12,4 +12,4 @@ def use_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(cpu_kernels, "_loaded", library)
     for module in (linear, packed_layout):
-        monkeypatch.setattr(module, "has_bf16_vectors", lambda: True)
+        monkeypatch.setattr(module, "multiplies_in_vectors", lambda dtype: dtype in cpu_kernels.CODES)

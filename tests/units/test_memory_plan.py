@@ -342,7 +342,7 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width, family, laye
         width=width,
         micro=total,
         widened=is_widened(loaded.dtype),
-        tiles=has_tiles() and not is_widened(loaded.dtype),
+        tiles=has_tiles(loaded.dtype),
         megatron=layers == "megatron",
     )
     assert held / total == pytest.approx(memory.layer_bytes(setting, total), rel=0.1)

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import rondel
 from kits.runs import run
@@ -32,4 +33,4 @@ def test_files_of_a_steady_step(tmp_path, monkeypatch):
     run(tmp_path, loop__steps=4, loop__warmup__steps=0, run__checkpoint__every=0)
     sys.setprofile(None)
     forget()
-    assert 56 < len(seen) <= 66 + has_tiles(), sorted(seen)
+    assert 56 < len(seen) <= 66 + has_tiles(torch.float32), sorted(seen)

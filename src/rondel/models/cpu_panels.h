@@ -32,6 +32,24 @@ template <class T> inline void put_outputs(const T *weight, int64_t in, int64_t 
             _mm512_storeu_si512(to + 12 * J * WIDTH, _mm512_shuffle_i32x4(high, last, 0xdd));
         }
     }
+#elif defined(__AVX2__)
+    constexpr int E = 8;  // words of a register
+    for (; count == HALF && k + J * E <= in; k += J * E)
+        for (int64_t at = 0; at < HALF; at += E) {
+            __m256 a[E], b[E];
+            for (int i = 0; i < E; i++) a[i] = _mm256_loadu_ps((const float *)(weight + (at + i) * in + k));
+            for (int i = 0; i < E; i += 2) b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+            for (int i = 0; i < E; i += 4)
+                for (int j = 0; j < 2; j++) {
+                    a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
+                    a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xee);
+                }
+            for (int i = 0; i < 4; i++) {  // a[4 q + i]: words i and 4 + i of four outputs
+                float *to = (float *)(panel + (k / J + i) * J * WIDTH) + at;
+                _mm256_storeu_ps(to, _mm256_permute2f128_ps(a[i], a[4 + i], 0x20));
+                _mm256_storeu_ps(to + 4 * WIDTH, _mm256_permute2f128_ps(a[i], a[4 + i], 0x31));
+            }
+        }
 #endif
     for (; k < in; k += J)
         for (int64_t i = 0; i < HALF; i++) {

@@ -1,5 +1,5 @@
 // x [rows, in] @ w [out, in]^T of bfloat16 or float32 numbers, JOINED of a row at a time: AVX-512 multiplies two bfloat16
-// numbers at once, and an fp32 sum takes x₁w₁ and x₀w₀ of a pair one after the other. Weights lie in panels of WIDTH
+// numbers at once, and an fp32 sum takes x₁w₁ and x₀w₀ of a pair one after the other; AVX2 multiplies float32. Weights lie in panels of WIDTH
 // outputs, [out / WIDTH, in / JOINED, WIDTH, JOINED], the last one filled up with zeros, so a product reads them once, in
 // the order in which they lie.
 //
@@ -49,9 +49,10 @@ inline void tile_sums(const T *x, int64_t step, const T *panel, int64_t words, f
     for (int r = 0; r < R; r++)
         for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + r * WIDTH + half * HALF, held[r][half]);
 }
-#else  // the same sums on a processor without such products: for tests, far from fast
-template <class T, int R, int64_t stride = 1>
-inline void tile_sums(const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
+#else
+// one number after the other, for tests: far from fast
+template <class T, int R, int64_t stride>
+inline void plain_sums(const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
     constexpr int64_t J = JOINED<T>;
     for (int64_t i = 0; i < R * WIDTH; i++) sums[i] = 0;
     for (int64_t k = 0; k < words; k++, panel += J * WIDTH)
@@ -61,6 +62,61 @@ inline void tile_sums(const T *x, int64_t step, const T *panel, int64_t words, f
                 for (int64_t i = 0; i < WIDTH; i++) sums[r * WIDTH + i] += one * wide(panel[J * i + j]);
             }
 }
+
+#if defined(__AVX2__) && defined(__FMA__)
+constexpr int64_t EIGHT = 8;   // numbers of a register, of which there are sixteen
+constexpr int64_t DEPTH = 64;  // words of a panel that stay in a first cache while all rows of a tile take them: 8 KB
+
+// R rows by O outputs, whose sums stay in registers: written to `sums`, or added to them
+template <bool adds, bool asks, int R, int O, int64_t stride>
+__attribute__((always_inline)) inline void some_sums(const float *x, int64_t step, const float *panel, int64_t words, float *sums) {
+    constexpr int N = O / EIGHT;
+    __m256 held[R][N];
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < N; i++) held[r][i] = adds ? _mm256_loadu_ps(sums + r * WIDTH + i * EIGHT) : _mm256_setzero_ps();
+    for (int64_t k = 0; k < words; k++, panel += WIDTH) {
+        __m256 own[N];
+        for (int i = 0; i < N; i++) own[i] = _mm256_loadu_ps(panel + i * EIGHT);
+        if (asks) __builtin_prefetch((const char *)panel + AHEAD);
+        for (int r = 0; r < R; r++) {
+            __m256 all = _mm256_broadcast_ss(x + r * step + stride * k);
+            for (int i = 0; i < N; i++) held[r][i] = _mm256_fmadd_ps(all, own[i], held[r][i]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < N; i++) _mm256_storeu_ps(sums + r * WIDTH + i * EIGHT, held[r][i]);
+}
+
+// Up to three rows take all outputs at once, more take half of them: so many sums that none waits for another, and no more than
+// there are registers.
+template <bool adds, int R, int64_t stride>
+__attribute__((always_inline)) inline void deep_sums(const float *x, int64_t step, const float *panel, int64_t words, float *sums) {
+    if constexpr (R <= 3) some_sums<adds, false, R, WIDTH, stride>(x, step, panel, words, sums);
+    else {
+        constexpr int FIRST = R <= 6 ? R : R <= 9 ? 6 : R / 2;
+        for (int64_t at = 0; at < WIDTH; at += HALF) {
+            some_sums<adds, true, FIRST, HALF, stride>(x, step, panel + at, words, sums + at);
+            if constexpr (R > 9) some_sums<adds, false, R - FIRST, HALF, stride>(x + FIRST * step, step, panel + at, words, sums + FIRST * WIDTH + at);
+        }
+        if constexpr (R > 6 && R <= 9) some_sums<adds, false, R - FIRST, WIDTH, stride>(x + FIRST * step, step, panel, words, sums + FIRST * WIDTH);
+    }
+}
+
+template <class T, int R, int64_t stride = 1>
+inline void tile_sums(const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
+    if constexpr (sizeof(T) != sizeof(float)) return plain_sums<T, R, stride>(x, step, panel, words, sums);
+    else {
+        deep_sums<false, R, stride>(x, step, panel, std::min(DEPTH, words), sums);
+        for (int64_t k = DEPTH; k < words; k += DEPTH)
+            deep_sums<true, R, stride>(x + stride * k, step, panel + k * WIDTH, std::min(DEPTH, words - k), sums);
+    }
+}
+#else
+template <class T, int R, int64_t stride = 1>
+inline void tile_sums(const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
+    plain_sums<T, R, stride>(x, step, panel, words, sums);
+}
+#endif
 #endif
 
 // the same of up to TILE rows

@@ -95,7 +95,7 @@ class LayerHalves:
     def _loops_of(self, tokens: int, **kwargs: Any) -> _Loops | None:
         """What attends in this pass where the module's own code is left out; None where it is not."""
         attention, rule, layout = self._layer.self_attn, self._rule, attention_layout()
-        plain = self._asked == _asked_of(attention) and _has_plain_head_norms(attention) and _is_by_loops(layout)
+        plain = self._asked == _asked_of(attention) and _has_plain_head_norms(attention) and _is_by_loops(layout, attention)
         return _loops(attention, layout, rule, tokens, **kwargs) if plain and isinstance(rule, ScoreRule) else None
 
     def _own_rule(
@@ -111,7 +111,7 @@ class LayerHalves:
         attention, layout = self._layer.self_attn, attention_layout()
         if len(noted.calls) != 1 or attention.__dict__.get("forward") is None or not _has_plain_head_norms(attention):
             return False
-        if not _is_by_loops(layout):
+        if not _is_by_loops(layout, attention):
             return None
         (_, rule, *theirs), (q, k, v) = noted.calls[0], (x.unflatten(1, (-1, attention.head_dim)) for x in given)
         loops = _loops(attention, layout, rule, len(q), **kwargs) if takes_tree(q, k, v, rule) else None
@@ -131,7 +131,7 @@ class LayerHalves:
             and hidden.shape[1] > 0
             and not is_alone()
             and attention_layout() is not None
-            and has_tiles()
+            and has_tiles(self._layer.input_layernorm.weight.dtype)
             and not (is_compared() or is_tracing())
             and cpu_kernels.has_kernels(hidden)
             and _is_plain(self._layer)
@@ -264,8 +264,8 @@ def _asked_of(attention: Any) -> tuple[Any, ...]:
     return attention.__dict__.get("forward"), type(attention), attention.scaling, *windows
 
 
-def _is_by_loops(layout: Any) -> bool:
-    return isinstance(layout, PackedLayout) and layout.takes_loops
+def _is_by_loops(layout: Any, attention: Any) -> bool:
+    return isinstance(layout, PackedLayout) and layout.takes_loops(attention.q_proj.weight.dtype)
 
 
 def _head_norms(attention: Any) -> Weights:

@@ -46,7 +46,7 @@ from rondel.models.cpu_kernels import (
     panel_product,
 )
 from rondel.models.main_grad import Stamp, main_grad, stamp_of
-from rondel.models.processor import HALVES, has_avx2_alone, has_bf16_vectors, is_widened, knows_mkl
+from rondel.models.processor import HALVES, has_avx2_alone, is_widened, knows_mkl, multiplies_in_vectors
 from rondel.models.torch_library import LIBRARY
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -152,7 +152,7 @@ def _adds_by_tiles(main: Tensor, a: Tensor, b: Tensor) -> bool:
     """
     plain = _is_plain_on_cpu(main, a, b) and main.dtype == torch.float32
     fits = plain and a.dtype == b.dtype in (torch.float32, torch.bfloat16)
-    return fits and main.is_contiguous() and a.stride(1) == 1 and has_tiles() and has_kernels(a, b)
+    return fits and main.is_contiguous() and a.stride(1) == 1 and has_tiles(a.dtype) and has_kernels(a, b)
 
 
 class LinearProduct(torch.autograd.Function):
@@ -347,7 +347,7 @@ class PackedLinear:
             and not is_compared()
             and weight.dtype == torch.bfloat16
             and not weight.shape[1] % 2
-            and has_tiles()
+            and has_tiles(weight.dtype)
         ):
             return PAIRS
         return PANELS if _in_panels(weight.dtype) else ONEDNN
@@ -598,11 +598,11 @@ def _in_panels(dtype: torch.dtype) -> bool:
     return (dtype == torch.float32 or is_widened(dtype)) and has_avx2_alone() and has_panels()
 
 
-def has_tiles() -> bool:
-    """Whether products by the tiles of cpu_tiles.h are the faster ones here: where this CPU multiplies bfloat16 in
-    vectors. Tiles of AMX are faster still from some rows on, and oneDNN's.
+def has_tiles(dtype: torch.dtype) -> bool:
+    """Whether products by the tiles of cpu_tiles.h are the faster ones here. Tiles of AMX are faster still from some rows
+    on, and oneDNN's.
     """
-    return library() is not None and has_bf16_vectors()
+    return library() is not None and multiplies_in_vectors(dtype)
 
 
 def _packed_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -348,7 +348,7 @@ def _may_fit(loaded: LoadedModel) -> bool:
     return (
         loaded.device.type == "cpu"
         and loaded.dtype in cpu_kernels.CODES
-        and has_tiles()
+        and has_tiles(loaded.dtype)
         and (loaded.fp32_stream or loaded.dtype == torch.float32)
         and not (loaded.aligned or loaded.leads_ranks or loaded.routers or loaded.indexers or loaded.compressed)
         and loaded.state_bytes == 0

@@ -20,7 +20,7 @@ from rondel.models.compressed_entries import CompressedEntries, WindowEnds
 from rondel.models.cpu_kernels import attend_masked, has_kernels, library, takes_mask
 from rondel.models.dense_attention import ScoreRule, is_short, sdpa
 from rondel.models.key_choice import IndexedTokens, choose_in_pack, is_chosen
-from rondel.models.processor import HALVES, has_bf16_vectors, is_widened
+from rondel.models.processor import HALVES, is_widened, multiplies_in_vectors
 from rondel.models.recurrent.layout import SegmentStates
 from rondel.models.tree_loops import UNIT, TreeTable, attend_tree, takes_tree
 from rondel.system.kernel_choice import KernelChoice, choose_kernel
@@ -120,13 +120,12 @@ class PackedLayout:
         }
         return choose_kernel(q.device.type, *(what for what, present in unsupported.items() if present))
 
-    @property
-    def takes_loops(self) -> bool:
+    def takes_loops(self, dtype: torch.dtype) -> bool:
         """Whether the loops of models/tree_loops.py attend here, of what they compute (`takes_tree`)."""
-        return self._is_plain and has_bf16_vectors()
+        return self._is_plain and multiplies_in_vectors(dtype)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
-        if self.takes_loops and not q.shape[2] % UNIT and takes_tree(q, k, v, rule) and has_kernels(q, k, v):
+        if self.takes_loops(q.dtype) and not q.shape[2] % UNIT and takes_tree(q, k, v, rule) and has_kernels(q, k, v):
             return attend_tree(q, k, v, self.table, rule, library())
         if self.choose_kernel(q, v, rule).takes_kernel:
             from rondel.models.tree_attention import tree_attention

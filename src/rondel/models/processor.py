@@ -22,9 +22,13 @@ def has_bf16_products() -> bool:
 
 
 @functools.cache
-def has_bf16_vectors() -> bool:
-    """Whether this CPU multiplies bfloat16 in vectors of AVX-512, and has no AMX."""
-    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+def multiplies_in_vectors(dtype: torch.dtype) -> bool:
+    """Whether the tiles of cpu_tiles.h are written for this CPU and this dtype: for AVX-512 that multiplies bfloat16 and
+    has no AMX, both; for AVX2 alone, float32.
+    """
+    if torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported():
+        return dtype in (torch.float32, torch.bfloat16)
+    return dtype == torch.float32 and has_avx2_alone()
 
 
 @functools.cache

@@ -387,8 +387,8 @@ def _has_bf16() -> bool:
 
 
 def _has_tiles() -> bool:
-    """As models/linear.py asks torch."""
-    return "avx512_bf16" in _cpu_flags() and "amx_tile" not in _cpu_flags()
+    """As models/processor.py asks torch, of what is not widened."""
+    return _has_avx2_alone() or ("avx512_bf16" in _cpu_flags() and "amx_tile" not in _cpu_flags())
 
 
 def _has_avx2_alone() -> bool:
