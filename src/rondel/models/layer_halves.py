@@ -95,7 +95,9 @@ class LayerHalves:
     def _loops_of(self, tokens: int, **kwargs: Any) -> _Loops | None:
         """What attends in this pass where the module's own code is left out; None where it is not."""
         attention, rule, layout = self._layer.self_attn, self._rule, attention_layout()
-        plain = self._asked == _asked_of(attention) and _has_plain_head_norms(attention) and _is_by_loops(layout, attention)
+        plain = (
+            self._asked == _asked_of(attention) and _has_plain_head_norms(attention) and _is_by_loops(layout, attention)
+        )
         return _loops(attention, layout, rule, tokens, **kwargs) if plain and isinstance(rule, ScoreRule) else None
 
     def _own_rule(
