@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rondel.models import native_library
+from rondel.models.processor import multiplies_in_vectors
 
 pytestmark = pytest.mark.slow  # the compiler takes ten seconds
 WIDTH, HALF = 32, 16  # as in cpu_tiles.h
@@ -65,8 +66,8 @@ def sums_of(library, x, panel):
 def test_sums_of_rows(words, compiled):
     x, panel = numbers(40, words + 5)[:, :words], numbers(words, WIDTH, seed=1)
     wanted, found = x.double() @ panel.double(), {}
-    for processor, library in compiled.items():
-        found[processor] = out = sums_of(library, x, panel)
+    for name, library in compiled.items():
+        found[name] = out = sums_of(library, x, panel)
         torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-6 * words)
         for rows in range(1, 30):
             some = sums_of(library, x[3 : 3 + rows], panel)
@@ -91,3 +92,20 @@ def test_outputs_of_a_weight_become_half_of_a_panel(inside, count, processor, co
     compiled[processor].outputs(weight.data_ptr(), inside, count, panel.data_ptr())
     assert torch.equal(panel[:, :count], weight[:count].t())
     assert not panel[:, count:HALF].any() and panel[:, HALF:].isnan().all(), "the other half is left as it is"
+
+
+@pytest.mark.parametrize(
+    "bf16_vectors, amx, avx2_alone, expected",
+    [
+        (True, False, False, {torch.float32, torch.bfloat16}),
+        (True, True, False, set()),  # oneDNN's tiles are faster
+        (False, False, True, {torch.float32}),
+        (False, False, False, set()),
+    ],
+)
+def test_which_processors_have_them(bf16_vectors, amx, avx2_alone, expected, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16_vectors)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr("rondel.models.processor.has_avx2_alone", lambda: avx2_alone)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    assert {d for d in dtypes if multiplies_in_vectors.__wrapped__(d)} == expected

@@ -10,7 +10,7 @@ autograd, where that has the bits of the attention module's own code; other atte
 
 Here a half is one team of threads that shares its work out as it comes, so a neighbour on the same cores costs its
 share, and nothing between two products is kept. For layers written like llama's in bfloat16 or float32, with their
-residual stream in fp32, on CPUs that multiply bfloat16 in vectors; trainer, critic and reference alike, with gradients
+residual stream in fp32, on CPUs for which models/linear.py has tiles; trainer, critic and reference alike, with gradients
 and without, so that two passes over the same weights have the same bits. It rounds where the modules do, but for
 gradients of weights, which are added to the optimizer's sums in fp32. Before a layer's first pass both ways compute
 some rows, values and gradients, and where they differ the modules stay.

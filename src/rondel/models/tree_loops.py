@@ -1,4 +1,4 @@
-"""Attention of packed training in loops for CPUs with AVX-512 (cpu_tree.cpp): no mask, no padding, no
+"""Attention of packed training in loops for CPUs with AVX-512 or AVX2 (cpu_tree.cpp): no mask, no padding, no
 copy of a shared prompt, and no scores that wait for the backward pass.
 
     o_i = sum_j p_ij v_j,   p_ij = exp(scale q_i k_j - lse_i)      over the j that i sees, p rounded to its dtype
