@@ -280,11 +280,27 @@ struct Contexts {
     }
 };
 
+// Rows that are asked for, a line at a time, while others are computed.
+template <class T> struct Coming {
+    const T *from;
+    const int64_t *slots;
+    int64_t size, count, lines;
+    int64_t at = 0, line = 0;  // of `count` rows
+
+    Coming(const T *from, const int64_t *slots, int64_t first, int64_t end, int64_t size)
+        : from(from), slots(slots + first), size(size), count(std::min(end - first, int64_t(LANES))), lines(size * sizeof(T) / 64) {}
+    void ask(int64_t some) {
+        for (; some && at < count; some--) {
+            fetch((const char *)(from + slots[at] * size) + 64 * line, 64);
+            if (++line == lines) line = 0, at++;
+        }
+    }
+};
+
 // Rows `first` to `first` + LANES of those that the slots name; zeros behind the last of `count`.
 template <class T>
 inline void read_block(const T *from, const int64_t *slots, int64_t first, int64_t count, int64_t size, lanes_t *block) {
     int64_t parts = size / LANES, end = std::min(count - first, int64_t(LANES));
-    for (int64_t t = first + LANES; t < std::min(count, first + 2 * LANES); t++) fetch(from + slots[t] * size, size * sizeof(T));
     for (int64_t t = 0; t < end; t++)
         for (int64_t i = 0; i < parts; i++) block[t * parts + i] = load(from + slots[first + t] * size + i * LANES);
     for (int64_t i = end * parts; i < LANES * parts; i++) block[i] = lanes_t{0};
@@ -320,9 +336,13 @@ void decode_one(const T *q, const T *keys, const T *values, T *out, const int64_
     for (int64_t i = 0; i < repeats * parts; i++) query[i] = load(q + i * LANES), sums[i] = lanes_t{0};
     for (int64_t b = 0; b < blocks; b++) {
         read_block(keys, slots, b * LANES, count, size, block);
+        bool last = b + 1 == blocks;  // what comes then are values
+        Coming<T> next(last ? values : keys, slots, last ? 0 : (b + 1) * LANES, count, size);
+        int64_t some = (next.lines + repeats - 1) / repeats;  // for each row
         for (int64_t r = 0; r < repeats; r++) {
             lanes_t rows[LANES];
             for (int64_t t = 0; t < LANES; t++) {
+                next.ask(some);
                 lanes_t sum = query[r * parts] * block[t * parts];
                 for (int64_t i = 1; i < parts; i++) sum += query[r * parts + i] * block[t * parts + i];
                 rows[t] = sum;
@@ -337,9 +357,12 @@ void decode_one(const T *q, const T *keys, const T *values, T *out, const int64_
     weigh_scores<T>((float *)scores, count, blocks, repeats);
     for (int64_t b = 0; b < blocks; b++) {
         read_block(values, slots, b * LANES, count, size, block);
+        Coming<T> next(values, slots, (b + 1) * LANES, count, size);
+        int64_t some = (LANES * next.lines + repeats * parts - 1) / (repeats * parts);
         for (int64_t r = 0; r < repeats; r++) {
             const float *weights = (const float *)(scores + r * blocks + b);
             for (int64_t i = 0; i < parts; i++) {
+                next.ask(some);
                 lanes_t sum = sums[r * parts + i];
                 for (int64_t t = 0; t < LANES; t++) sum += weights[t] * block[t * parts + i];
                 sums[r * parts + i] = sum;
