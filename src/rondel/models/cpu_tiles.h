@@ -1,7 +1,7 @@
 // x [rows, in] @ w [out, in]^T of bfloat16 or float32 numbers, JOINED of a row at a time: AVX-512 multiplies two bfloat16
-// numbers at once, and an fp32 sum takes x₁w₁ and x₀w₀ of a pair one after the other; AVX2 multiplies float32. Weights lie in panels of WIDTH
-// outputs, [out / WIDTH, in / JOINED, WIDTH, JOINED], the last one filled up with zeros, so a product reads them once, in
-// the order in which they lie.
+// numbers at once, and an fp32 sum takes x₁w₁ and x₀w₀ of a pair one after the other; with AVX2 alone float32 has fast tiles,
+// too. Weights lie in panels of WIDTH outputs, [out / WIDTH, in / JOINED, WIDTH, JOINED], the last one filled up with zeros,
+// so a product reads them once, in the order in which they lie.
 //
 // Rows whose distance is a multiple of 4 KB lie in the same sets of a first cache and drive each other out: 64 rows of 2,048 numbers
 // of bfloat16 were multiplied at 346 GFLOP/s for 390. So who makes rooms keeps their rows apart (`row_room` in cpu_kernels.py).
@@ -15,8 +15,8 @@
 namespace {
 
 template <class T> constexpr int64_t JOINED = sizeof(int32_t) / sizeof(T);  // numbers that are multiplied at once: a word
-constexpr int64_t WIDTH = 32;  // outputs of a panel: two registers
-constexpr int64_t HALF = 16;   // outputs of a register
+constexpr int64_t WIDTH = 32;  // outputs of a panel: two registers of AVX-512
+constexpr int64_t HALF = 16;   // outputs of one
 constexpr int64_t TILE = 12;   // rows: with 32 outputs three quarters of all registers hold sums
 constexpr int64_t AHEAD = 1024;  // bytes of a panel that are asked for before they are multiplied
 constexpr int64_t FEW = 16;    // rows that wait for memory
