@@ -7,8 +7,8 @@ attention of a prompt (cpu_layers.cpp).
 A step of few requests spends half of its time in Python and between threads that begin and end, a thousand times a
 step. For dense decoders written like llama's, in bfloat16 or float32 with their residual stream in fp32, on CPUs for
 which models/linear.py has tiles (`has_tiles`); every other pass goes through the modules. It rounds where they do, and
-its products have other last bits than oneDNN's, and those of the trainer (models/layer_halves.py). Before the first pass of an engine
-each layer is computed both ways from the same stream, and where one differs the modules stay.
+its products have other last bits than oneDNN's, and those of the trainer (models/layer_halves.py). Before the first
+pass of an engine each layer is computed both ways from the same stream, and where one differs the modules stay.
 """
 
 from __future__ import annotations
