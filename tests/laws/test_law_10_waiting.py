@@ -280,6 +280,22 @@ def test_a_stopped_worker_is_named_within_its_deadline(cluster):
     assert not alive(worker.pid)
 
 
+def test_stacks_that_are_written_slowly_are_read_whole(cluster, monkeypatch):
+    """They are many writes, and a machine with other work may stand still between two of them."""
+    worker = cluster.spawn("trainer-1", Part, 0)
+    worker.now()
+    process_worker = cluster.workers[0]
+
+    def write_slowly():
+        with process_worker._log.open("a") as log:
+            for n in range(4):
+                print(f"line {n} of the stacks", file=log, flush=True)
+                time.sleep(0.15)
+
+    monkeypatch.setattr(process_worker, "_all_dump", lambda: threading.Thread(target=write_slowly).start())
+    assert "line 3 of the stacks" in process_worker._dump_stacks()
+
+
 @pytest.mark.slow
 def test_a_deadlock_is_no_life_and_long_work_is(tmp_path):
     """Its pulse goes on, and tells of no progress."""

@@ -743,6 +743,24 @@ def test_a_reply_of_many_endless_calls_is_no_fault_of_the_world(monkeypatch):
     assert "TimeoutError" in read and "did not answer within 3 s: it is busy with your other calls" in read
 
 
+def test_a_box_is_busy_between_two_calls_of_the_policy_and_not_while_it_opens(monkeypatch):
+    """Who waits for its turn then waits for the policy's other calls; a box that does not open is the world's fault."""
+    asked = []
+
+    class Interpreter:
+        def __init__(self, _):
+            asked.append(made.is_busy)
+
+        def run_code(self, code):
+            asked.append(made.is_busy)
+            return code
+
+    monkeypatch.setattr(tool, "SandboxInterpreter", Interpreter)
+    monkeypatch.setattr(tool, "middle_out", lambda text: asked.append(made.is_busy) or text)
+    made = tool.python_tool(Sandbox)(Task("t", "tools", {}))
+    assert made.python("1") == "1" and asked == [False, True, True]
+
+
 @boxed
 @pytest.mark.parametrize("grouped", [True, False])
 def test_a_full_disk_is_told_to_the_policy_which_can_free_it(monkeypatch, grouped):

@@ -108,7 +108,12 @@ def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
             self._turn, self._closed, self._task = threading.Lock(), False, task
             self._open: SandboxInterpreter | None = None
             self._spent: dict[str, float] = {}  # of its boxes that have ended
-            self.is_busy = False
+
+        @property
+        def is_busy(self) -> bool:
+            """Whether its box is open: what takes long then is what the policy had it run. Between two of its calls, too:
+            who waits for its turn waits for them."""
+            return self._open is not None
 
         def python(self, code: str) -> str:
             """Run Python code and read what it prints; the value of a last expression is shown. Variables and files are
@@ -121,11 +126,7 @@ def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
                     self._open = self._open or SandboxInterpreter(sandbox())
                 except SandboxError as error:
                     raise EnvError(f"no box for the code of {self._task.id}: {error}") from error
-                self.is_busy = True
-                try:
-                    text = None if self._closed else self._open.run_code(code)
-                finally:
-                    self.is_busy = False
+                text = None if self._closed else self._open.run_code(code)
                 if text is None:  # and a box that was opened for an episode that is over ends too
                     self._spent = _added(self._spent, self._open.usage())
                     how, self._open = self._open.end_process(), None
@@ -144,7 +145,7 @@ def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
 
         def interrupt(self) -> None:
             """The time of the episode is over: the code that runs ends, with its box."""
-            if self.is_busy and (opened := self._open) is not None:
+            if (opened := self._open) is not None:
                 opened.cell.kill()
 
         def close(self) -> None:

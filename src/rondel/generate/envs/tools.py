@@ -61,7 +61,7 @@ class Tool:
 
     @property
     def is_busy(self) -> bool:
-        """Whether what the policy wrote is running in it now: then it is the policy that takes long."""
+        """Whether what takes long in it is what the policy had it run, or waits for that."""
         return bool(getattr(getattr(self.function, "__self__", None), "is_busy", False))
 
     @property

@@ -37,7 +37,8 @@ from rondel.runtime.stacks import SIGNAL
 from rondel.system.files import guard_write, make_folder
 
 GRACE = 5.0  # that one may take to end when it is asked to
-DUMP = 2.0  # that one may take to write its stacks
+DUMP = 2.0  # seconds that one may take to write its stacks
+QUIET = 0.25  # seconds without another line of them after which they are whole: each is many writes
 LINES = 50  # of a dead worker's output that its error shows
 
 
@@ -249,9 +250,11 @@ class ProcessWorker(RemoteWorker):
         """What it does, and what the others wait for meanwhile: into the logs, before it is killed."""
         size, deadline = self._log_size(), time.monotonic() + DUMP
         self._all_dump()
-        while self._log_size() == size and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.1)  # it is many writes
+        seen, since = size, time.monotonic()
+        while time.monotonic() < deadline and (seen == size or time.monotonic() - since < QUIET):
+            time.sleep(0.02)
+            if (now := self._log_size()) != seen:
+                seen, since = now, time.monotonic()
         return self._last_words()
 
     def _log_size(self) -> int:

@@ -28,7 +28,11 @@ class RepositoryTools:
         self._task, self._make, self._most = task, make, most
         self._turn, self._closed = threading.Lock(), False
         self._box: Workspace | None = None
-        self.is_busy = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether its box is open: what takes long then is what the policy had it run, or waits for that."""
+        return self._box is not None
 
     # -- tools -----------------------------------------------------------------------------------
 
@@ -105,7 +109,6 @@ class RepositoryTools:
                 raise EnvError("the episode is over")
             if self._box is None:
                 self._box = self._make()
-            self.is_busy = True
             try:
                 return do(self._box)
             except BoxError as error:  # what the policy ran took the box with it: the files are lost
@@ -114,8 +117,6 @@ class RepositoryTools:
                 raise BoxFileError(
                     f"the box of the repository ended ({error}); its files are as they were at first"
                 ) from None
-            finally:
-                self.is_busy = False
 
     def close(self) -> None:
         """At once for the caller: the box ends beside."""
