@@ -4,6 +4,8 @@ CPU seconds, of the engine's passes and of all else in a step, are those of the 
 `hop_ns` is how long a line of memory takes from one core to another while answers are generated, of each step that counts:
 30 where both share a cache, 300 between two sockets, and on a machine that others use it changes by the minute.
 `not_computed` is the share of the tokens whose answers have no advantage and need no pass in training.
+`gemm_peak_gflops` is what one large product reaches before and after each step of training, and shares of peak are stated
+against the two that lie around a phase: a machine that others use has another limit every minute. No time of a step has it.
 The same work as benchmarks/peers/trl_grpo.py; run them in turn on one machine:
     rondel bench step --model FOLDER --prompts 8 --group 8 --new 64 --dtype bfloat16 --force-len --json
 """
@@ -48,17 +50,26 @@ def main(argv: list[str] | None = None) -> None:
     from rondel.planner.memory import memory_bills
     from rondel.planner.workload import of_job
 
-    parts, rows, generating, hops = [], [], [0.0], []
+    parts, rows, generating, hops, peaks = [], [], [0.0], [], []
+    aside = [0.0, 0.0]  # seconds and CPU seconds in which only the peak was measured
+    threads = a.threads or len(usable_cores())
 
     def note(event) -> None:
         if isinstance(event, StepDone):
             scheduler = parts[0].engine.scheduler
-            rows.append((event, scheduler.prefilled, scheduler.decoded, generating[0], time.process_time(), [*hops]))
+            used = (scheduler.prefilled, scheduler.decoded, generating[0], time.process_time() - aside[1], aside[0])
+            rows.append((event, *used, [*hops]))
             hops.clear()
+
+    def measure_peak() -> None:
+        began = time.perf_counter(), time.process_time()
+        peaks.append(gemm_peak(str(parts[0].trainer.loaded.dtype).removeprefix("torch."), threads, rounds=2))
+        aside[0] += time.perf_counter() - began[0]
+        aside[1] += time.process_time() - began[1]
 
     def built(made) -> None:
         parts.append(made)
-        plain_step = made.engine.runner.step
+        plain_step, plain_training = made.engine.runner.step, made.trainer._step
 
         def timed(*plans):
             hops.append(hop_ns())
@@ -67,7 +78,13 @@ def main(argv: list[str] | None = None) -> None:
             generating[0] += time.process_time() - began
             return out
 
-        made.engine.runner.step = timed
+        def between_peaks(*batch):
+            measure_peak()
+            stats = plain_training(*batch)
+            measure_peak()
+            return stats
+
+        made.engine.runner.step, made.trainer._step = timed, between_peaks
 
     subscribe(note)
     with tempfile.TemporaryDirectory() as folder:
@@ -83,19 +100,22 @@ def main(argv: list[str] | None = None) -> None:
         }
         job = Job.parse(tree, "rondel bench step")
         train(job, quiet=True, built=built)
-    loaded, threads = parts[0].trainer.loaded, a.threads or len(usable_cores())
+    loaded = parts[0].trainer.loaded
     dtype = str(loaded.dtype).removeprefix("torch.")
     body, head = multiplications(loaded.model)
     used = [e for e, *_ in rows[1:]]
-    prefilled, decoded, gen_cpu, all_cpu = (
-        [now[k] - before[k] for before, now in pairwise(rows)] for k in (1, 2, 3, 4)
+    prefilled, decoded, gen_cpu, all_cpu, measuring = (
+        [now[k] - before[k] for before, now in pairwise(rows)] for k in (1, 2, 3, 4, 5)
     )
     seconds = [e.seconds for e in used]
     tokens = [e.metrics["train/tokens"] for e in used]
     packed = [e.metrics["train/packed_tokens"] for e in used]
     left_out = [e.metrics.get("train/not_computed", 0.0) for e in used]
-    peak = gemm_peak(dtype, threads)
-    gen_s, step_s = median([s["wait"] for s in seconds]), median([s["step"] for s in seconds])
+    # of training, of what lies between two steps of it, and so on
+    between = [(before + after) / 2 for before, after in pairwise(peaks)]
+    gen_peak, train_peak = median(between[1::2]), median(between[2::2])
+    gen_s = median([s["wait"] for s in seconds])
+    step_s = median([s["step"] - spent for s, spent in zip(seconds, measuring, strict=True)])
     new = median(tokens)
     gen_flop = 2 * (body * (median(prefilled) + median(decoded)) + head * new)
     train_s = step_s - gen_s
@@ -104,8 +124,9 @@ def main(argv: list[str] | None = None) -> None:
     out = {
         "bench": "step", "s_per_step": round(step_s, 2), "gen_s": round(gen_s, 2), "train_s": round(train_s, 2), "new_tokens": new,
         "gen_tok_s": round(new / gen_s, 1), "train_tok_s": round(new / train_s, 1), "prefilled": median(prefilled), "packed_tokens": median(packed), "padding": 0,
-        "not_computed": round(median(left_out), 3), "hop_ns": [round(median(row[5])) for row in rows[1:]],
-        "gemm_peak_gflops": round(peak / 1e9, 1), "gen_share_of_peak": round(gen_flop / gen_s / peak, 3), "train_share_of_peak": round(train_flop / train_s / peak, 3),
+        "not_computed": round(median(left_out), 3), "hop_ns": [round(median(row[-1])) for row in rows[1:]],
+        "gemm_peak_gflops": [round(peak / 1e9, 1) for peak in peaks[1:]],
+        "gen_share_of_peak": round(gen_flop / gen_s / gen_peak, 3), "train_share_of_peak": round(train_flop / train_s / train_peak, 3),
         "forward_backward_s": round(median([e.metrics["train/forward_backward_s"] for e in used]), 2),
         "optimizer_s": round(median([e.metrics["train/optimizer_s"] for e in used]), 2), "sync_s": round(median([s["sync"] for s in seconds]), 3),
         "gen_cpu_s": round(median(gen_cpu), 2), "other_cpu_s": round(median(all_cpu) - median(gen_cpu), 2),

@@ -101,7 +101,7 @@ inline void multiply(const T *x, int64_t step, int64_t rows, int64_t in, int64_t
                 alignas(64) float sums[TILE * WIDTH];
                 put(p, panel);
                 for (int64_t first = begin, left = (end - begin + TILE - 1) / TILE, some; left; left--, first += some) {
-                    some = (end - first) / left;
+                    some = tile_rows<T>(end - first, left);
                     row_sums(some, x + first * step, step, panel, in / JOINED<T>, sums);
                     use(first, some, p, sums);
                 }

@@ -85,6 +85,17 @@ inline void put_rows(const bf16 *from, int64_t step, int64_t rows, int64_t count
         _mm512_storeu_si512(panel, even);
         _mm512_storeu_si512(panel + WIDTH, odd);
 #else
+#ifdef __AVX2__
+        if (count >= WIDTH && both) {
+            for (int64_t half = 0; half < WIDTH; half += HALF) {
+                __m256i a = _mm256_loadu_si256((const __m256i *)(first + half)), b = _mm256_loadu_si256((const __m256i *)(second + half));
+                __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);  // by halves of a register
+                _mm256_storeu_si256((__m256i *)(panel + 2 * half), _mm256_permute2x128_si256(low, high, 0x20));
+                _mm256_storeu_si256((__m256i *)(panel + 2 * half + HALF), _mm256_permute2x128_si256(low, high, 0x31));
+            }
+            continue;
+        }
+#endif
         for (int64_t i = 0; i < WIDTH; i++) {
             panel[2 * i] = i < count ? first[i] : bf16{0};
             panel[2 * i + 1] = i < count && both ? second[i] : bf16{0};
@@ -125,6 +136,16 @@ inline void put_tiles(const bf16 *grad, int64_t step, int64_t rows, int64_t widt
             __m512i low = _mm512_cvtepu16_epi32(a), high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16);
             _mm512_mask_storeu_epi32(own, 0x0fff, _mm512_or_si512(low, high));
 #else
+#ifdef __AVX2__
+            if (count == TILE && both) {
+                __m128i a = _mm_loadu_si128((const __m128i *)first), b = _mm_loadu_si128((const __m128i *)second);
+                _mm_storeu_si128((__m128i *)own, _mm_unpacklo_epi16(a, b));
+                _mm_storeu_si128((__m128i *)(own + 8), _mm_unpackhi_epi16(a, b));
+                a = _mm_loadl_epi64((const __m128i *)(first + 8)), b = _mm_loadl_epi64((const __m128i *)(second + 8));
+                _mm_storeu_si128((__m128i *)(own + 16), _mm_unpacklo_epi16(a, b));
+                continue;
+            }
+#endif
             for (int64_t i = 0; i < TILE; i++) {
                 own[2 * i] = i < count ? first[i] : bf16{0};
                 own[2 * i + 1] = i < count && both ? second[i] : bf16{0};

@@ -1,6 +1,6 @@
 // x [rows, in] @ w [out, in]^T of bfloat16 or float32 numbers, JOINED of a row at a time: AVX-512 multiplies two bfloat16
-// numbers at once, and an fp32 sum takes x₁w₁ and x₀w₀ of a pair one after the other; with AVX2 alone float32 has fast tiles,
-// too. Weights lie in panels of WIDTH outputs, [out / WIDTH, in / JOINED, WIDTH, JOINED], the last one filled up with zeros,
+// numbers at once, and an fp32 sum takes x₁w₁ and x₀w₀ of a pair one after the other; AVX2 multiplies them as fp32 numbers, in the
+// same order. Weights lie in panels of WIDTH outputs, [out / WIDTH, in / JOINED, WIDTH, JOINED], the last one filled up with zeros,
 // so a product reads them once, in the order in which they lie.
 //
 // Rows whose distance is a multiple of 4 KB lie in the same sets of a first cache and drive each other out: 64 rows of 2,048 numbers
@@ -49,10 +49,63 @@ inline void tile_sums(const T *x, int64_t step, const T *panel, int64_t words, f
     for (int r = 0; r < R; r++)
         for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + r * WIDTH + half * HALF, held[r][half]);
 }
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int64_t EIGHT = 8;   // numbers of a register, of which there are sixteen
+constexpr int64_t DEPTH = 64;  // words of a panel that stay in a first cache while all rows of a tile take them: 8 KB
+
+// Of each word one number, those that are multiplied first being the odd ones: in bfloat16 the upper halves of words, as fp32 numbers.
+template <class T> __attribute__((always_inline)) inline __m256 numbers_of(__m256i words, int64_t odd) {
+    if constexpr (sizeof(T) == sizeof(float)) return _mm256_castsi256_ps(words);
+    else return _mm256_castsi256_ps(odd ? _mm256_and_si256(words, _mm256_set1_epi32(int32_t(0xffff0000))) : _mm256_slli_epi32(words, 16));
+}
+
+// R rows by O outputs, whose sums stay in registers: written to `sums`, or added to them
+template <bool adds, bool asks, class T, int R, int O, int64_t stride>
+__attribute__((noinline)) void some_sums(const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
+    constexpr int64_t N = O / EIGHT, J = JOINED<T>;
+    __m256 held[R][N];
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < N; i++) held[r][i] = adds ? _mm256_loadu_ps(sums + r * WIDTH + i * EIGHT) : _mm256_setzero_ps();
+    for (int64_t k = 0; k < words; k++, panel += J * WIDTH) {
+        if (asks) __builtin_prefetch((const char *)panel + AHEAD);
+        for (int64_t j = J - 1; j >= 0; j--) {
+            __m256 own[N];
+            for (int i = 0; i < N; i++) own[i] = numbers_of<T>(_mm256_loadu_si256((const __m256i *)(panel + J * i * EIGHT)), j);
+            for (int r = 0; r < R; r++) {
+                int32_t word;
+                memcpy(&word, x + r * step + J * stride * k, sizeof word);
+                __m256 all = numbers_of<T>(_mm256_set1_epi32(word), j);
+                for (int i = 0; i < N; i++) held[r][i] = _mm256_fmadd_ps(all, own[i], held[r][i]);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < N; i++) _mm256_storeu_ps(sums + r * WIDTH + i * EIGHT, held[r][i]);
+}
+
+// Few rows take all outputs at once, more take half of them: so many sums that none waits for another, and no more than there are
+// registers. In bfloat16 four of those hold numbers of the panel.
+template <bool adds, class T, int R, int64_t stride>
+__attribute__((always_inline)) inline void deep_sums(const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
+    constexpr int64_t J = JOINED<T>;
+    constexpr int FIRST = J > 1 ? std::min(R, 4) : R <= 6 ? R : R <= 9 ? 6 : R / 2;
+    if constexpr (R <= (J > 1 ? 2 : 3)) some_sums<adds, false, T, R, WIDTH, stride>(x, step, panel, words, sums);
+    else
+        for (int64_t at = 0; at < WIDTH; at += HALF) some_sums<adds, true, T, FIRST, HALF, stride>(x, step, panel + J * at, words, sums + at);
+    if constexpr (R > FIRST) deep_sums<adds, T, R - FIRST, stride>(x + FIRST * step, step, panel, words, sums + FIRST * WIDTH);
+}
+
+template <class T, int R, int64_t stride = 1>
+inline void tile_sums(const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
+    constexpr int64_t J = JOINED<T>;
+    deep_sums<false, T, R, stride>(x, step, panel, std::min(DEPTH, words), sums);
+    for (int64_t k = DEPTH; k < words; k += DEPTH)
+        deep_sums<true, T, R, stride>(x + J * stride * k, step, panel + J * k * WIDTH, std::min(DEPTH, words - k), sums);
+}
 #else
 // one number after the other, for tests: far from fast
-template <class T, int R, int64_t stride>
-inline void plain_sums(const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
+template <class T, int R, int64_t stride = 1>
+inline void tile_sums(const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
     constexpr int64_t J = JOINED<T>;
     for (int64_t i = 0; i < R * WIDTH; i++) sums[i] = 0;
     for (int64_t k = 0; k < words; k++, panel += J * WIDTH)
@@ -62,62 +115,17 @@ inline void plain_sums(const T *x, int64_t step, const T *panel, int64_t words, 
                 for (int64_t i = 0; i < WIDTH; i++) sums[r * WIDTH + i] += one * wide(panel[J * i + j]);
             }
 }
+#endif
 
-#if defined(__AVX2__) && defined(__FMA__)
-constexpr int64_t EIGHT = 8;   // numbers of a register, of which there are sixteen
-constexpr int64_t DEPTH = 64;  // words of a panel that stay in a first cache while all rows of a tile take them: 8 KB
-
-// R rows by O outputs, whose sums stay in registers: written to `sums`, or added to them
-template <bool adds, bool asks, int R, int O, int64_t stride>
-__attribute__((always_inline)) inline void some_sums(const float *x, int64_t step, const float *panel, int64_t words, float *sums) {
-    constexpr int N = O / EIGHT;
-    __m256 held[R][N];
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < N; i++) held[r][i] = adds ? _mm256_loadu_ps(sums + r * WIDTH + i * EIGHT) : _mm256_setzero_ps();
-    for (int64_t k = 0; k < words; k++, panel += WIDTH) {
-        __m256 own[N];
-        for (int i = 0; i < N; i++) own[i] = _mm256_loadu_ps(panel + i * EIGHT);
-        if (asks) __builtin_prefetch((const char *)panel + AHEAD);
-        for (int r = 0; r < R; r++) {
-            __m256 all = _mm256_broadcast_ss(x + r * step + stride * k);
-            for (int i = 0; i < N; i++) held[r][i] = _mm256_fmadd_ps(all, own[i], held[r][i]);
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < N; i++) _mm256_storeu_ps(sums + r * WIDTH + i * EIGHT, held[r][i]);
-}
-
-// Up to three rows take all outputs at once, more take half of them: so many sums that none waits for another, and no more than
-// there are registers.
-template <bool adds, int R, int64_t stride>
-__attribute__((always_inline)) inline void deep_sums(const float *x, int64_t step, const float *panel, int64_t words, float *sums) {
-    if constexpr (R <= 3) some_sums<adds, false, R, WIDTH, stride>(x, step, panel, words, sums);
-    else {
-        constexpr int FIRST = R <= 6 ? R : R <= 9 ? 6 : R / 2;
-        for (int64_t at = 0; at < WIDTH; at += HALF) {
-            some_sums<adds, true, FIRST, HALF, stride>(x, step, panel + at, words, sums + at);
-            if constexpr (R > 9) some_sums<adds, false, R - FIRST, HALF, stride>(x + FIRST * step, step, panel + at, words, sums + FIRST * WIDTH + at);
-        }
-        if constexpr (R > 6 && R <= 9) some_sums<adds, false, R - FIRST, WIDTH, stride>(x + FIRST * step, step, panel, words, sums + FIRST * WIDTH);
-    }
-}
-
-template <class T, int R, int64_t stride = 1>
-inline void tile_sums(const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
-    if constexpr (sizeof(T) != sizeof(float)) return plain_sums<T, R, stride>(x, step, panel, words, sums);
-    else {
-        deep_sums<false, R, stride>(x, step, panel, std::min(DEPTH, words), sums);
-        for (int64_t k = DEPTH; k < words; k += DEPTH)
-            deep_sums<true, R, stride>(x + stride * k, step, panel + k * WIDTH, std::min(DEPTH, words - k), sums);
-    }
-}
+// Rows of the next tile, of `rows` that `left` tiles share: as many in each as can be, and with AVX2 as many as it takes at once.
+template <class T> inline int64_t tile_rows(int64_t rows, int64_t left) {
+#ifdef __AVX512BF16__
+    return rows / left;
 #else
-template <class T, int R, int64_t stride = 1>
-inline void tile_sums(const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
-    plain_sums<T, R, stride>(x, step, panel, words, sums);
+    constexpr int64_t UNIT = JOINED<T> > 1 ? 4 : 1;
+    return std::min(rows, (rows / left + UNIT - 1) / UNIT * UNIT);
+#endif
 }
-#endif
-#endif
 
 // the same of up to TILE rows
 template <class T> inline void row_sums(int64_t rows, const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
@@ -140,7 +148,7 @@ template <class T> inline void row_sums(int64_t rows, const T *x, int64_t step, 
 // sums [rows, WIDTH] of one panel
 template <class T> inline void panel_sums(int64_t rows, const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
     for (int64_t left = (rows + TILE - 1) / TILE; left; left--) {
-        int64_t some = rows / left;  // as many in each as can be
+        int64_t some = tile_rows<T>(rows, left);
         row_sums(some, x, step, panel, words, sums);
         x += some * step, sums += some * WIDTH, rows -= some;
     }

@@ -59,8 +59,8 @@ class Workload:
     others    models beside the policy: reference, reward model, teacher, critic, by name
     width     bytes of a weight that computes; packed_width: of a copy for products (models/linear.py)
     widened   products are computed in fp32 and rounded: a CPU without those of 16 bits. Copies for oneDNN are in fp32
-    tiles     a CPU whose products are those of cpu_tiles.h (models/layer_halves.py, models/tree_loops.py)
               then, panels of bfloat16 on a CPU with AVX2 alone are not
+    tiles     a CPU whose products are those of cpu_tiles.h (models/layer_halves.py, models/tree_loops.py)
     policies  those beside the main one, each with an engine and a trainer of its own
     rank      of an adapter, 0 for none;  four_bits: its base lies as NF4, and is decoded layer by layer for every pass
     sent_bits  of a matrix's weight on its way to an engine, in a number format; 0: it travels as it computes
@@ -322,7 +322,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         width=width,
         packed_width=4 if widened and (half or not _has_avx2_alone()) else width,
         widened=widened,
-        tiles=on_cpu and not widened and _has_tiles(),
+        tiles=on_cpu and not half and _has_tiles(),
         rank=adapter.rank if adapter.kind != "off" else 0,
         four_bits=adapter.kind == "qlora",
         sent_bits=FORMAT_BITS.get(job.model.engine_format, 0.0),
@@ -387,7 +387,7 @@ def _has_bf16() -> bool:
 
 
 def _has_tiles() -> bool:
-    """As models/processor.py asks torch, of what is not widened."""
+    """As models/processor.py asks torch, of float32 and bfloat16."""
     return _has_avx2_alone() or ("avx512_bf16" in _cpu_flags() and "amx_tile" not in _cpu_flags())
 
 
