@@ -1,4 +1,4 @@
-"""A processor that multiplies bfloat16 in vectors; on another one the same sums are taken one after the other."""
+"""A processor that multiplies bfloat16 in vectors; on another one the same sums are taken in fp32."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _timed_phase(seconds: dict[str, float], name: str) -> Iterator[None]:
         seconds[name] += time.perf_counter() - began
 
 
-START_SHARE = 32  # of so many trained samples one is scored under the starting weights: some 2 % of a step, prompts of its own included
+START_SHARE = 16  # of so many trained samples one is scored under the starting weights: some 2 % of a step
 
 # fields of TokenBatch that must be finite before the first forward pass with a gradient
 LOGPROBS = ("behavior", "proximal", "reference", "teacher", "entropy", "start", "trained")
