@@ -1,4 +1,4 @@
-"""Loops in C++ (`SOURCES`), compiled for this processor at first use and kept: takes 13 to 35 seconds once a machine.
+"""Loops in C++ (`SOURCES`), compiled for this processor at first use and kept: takes 13 to 20 seconds once a machine.
 
     $RONDEL_CACHE/kernels/<digest>.so     of the source, the compiler, its options and what the processor can
 
