@@ -162,7 +162,7 @@ def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
     return SimpleNamespace(
         job=job, sampling=sampling_of(job), env=SingleTurn(), replays_routing=False, behavior_wants=frozenset(), rows=rows_of(job), episodes=EpisodeState, commands=None, failures=FailureBudget(), judge=judge_of(job, rows_of(job)), engines=engines,
         engine=EngineRouter(engines, max_inflight=2 * rollouts // ENGINES), pool=SimpleNamespace(score=score, groupwise=False),
-        model_info=SimpleNamespace(tokenizer=loaded.tokenizer, max_context=loaded.max_context, sight=None),
+        model_info=SimpleNamespace(tokenizer=loaded.tokenizer, max_context=loaded.max_context, sight=None, stop_ids=()),
     ), stream_tasks(ShuffledOrder(load_tasks(job.task.data, env=job.task.env_kind).train, seed=0))  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def run(recipe: str | Path | dict[str, Any], *, quiet: bool = False, **sections:
     sections  tables of the recipe whose keys override it
 
     Wherever a recipe names something of yours as "module:name", the function or class itself may stand: a reward, an
-    environment, a filter, a source of tasks; task.data may be a list of rows. Errors are
+    environment, a filter, a source of tasks; task.data may be a list of rows or a DataFrame of pandas. Errors are
     `rondel.core.errors.RondelError`.
     """
     from concurrent.futures import ThreadPoolExecutor

@@ -58,7 +58,7 @@ async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: It
             clock.record_phase("hand_over")
             version = await sync(trainer, engine)  # nothing runs between the update and its commit
             clock.record_phase("sync")
-        buffer.settle_groups(failed="" if stats.stepped else stats.note.partition(":")[0])
+        buffer.settle_groups(failed="" if stats.stepped else stats.note.partition(":")[0], outcomes=stats.outcomes)
         emit(StepDone(step, version, stats.metrics, clock.finish_step(), buffer.ledger(), stats.note))
         await milestone(step, version, batch)  # evaluate and checkpoint at a version, before anything new is admitted
         held = [trajectory for group in groups for trajectory in group.trajectories] + [*getattr(batch, "samples", ())]

@@ -59,6 +59,16 @@ def test_demonstrations_of_tasks_without_answers(capfd, tmp_path, overrides, key
     assert f"{key}: task " in line and "has no 'answer' to show; it has: " in line and "level" in line, line
 
 
+@pytest.mark.parametrize("overrides", [["--loop.warmup.steps=1"], ["--algo.beside=[{ kind = 'sft' }]"]])
+def test_demonstrations_that_are_no_text(capfd, tmp_path, overrides):
+    """TRL's completions are lists of messages: their Python was learned."""
+    rows = [f'{{"prompt": "{a} + 4 =", "completion": [{{"role": "assistant", "content": "7"}}]}}\n' for a in (3, 5)]
+    (tmp_path / "tasks.jsonl").write_text("".join(rows))
+    data = f'{{ kind = "jsonl", path = "{tmp_path / "tasks.jsonl"}", answer = "completion" }}'
+    line = broken(capfd, tmp_path, *overrides, recipe=recipe(tmp_path, data))
+    assert "is a list" in line and "give a text" in line, line
+
+
 MOE = "--model.path={ random = 'qwen3_moe', hidden_size = 32, num_hidden_layers = 1, moe_intermediate_size = 32, num_experts = 4, num_experts_per_tok = 2, num_attention_heads = 4, num_key_value_heads = 2 }"
 
 
@@ -182,11 +192,33 @@ def main_ok(capfd, *words: str) -> None:
 
 
 def test_other_verbs(capfd, tmp_path):
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "journal.jsonl").touch()
     for words, said in {
-        ("eval", "/nowhere/model"): "name the tasks",
-        ("view", str(tmp_path)): "none are stored yet",
+        ("eval", "/nowhere/model"): "'/nowhere/model' is no run folder, so it is read as a model: name the tasks",
+        ("view", str(tmp_path / "begun")): "none are stored yet",
+        ("view", str(tmp_path)): "holds no journal.jsonl, so it is not a run folder",
+        ("view", str(tmp_path / "missing")): "no run folder at",
         ("card", str(tmp_path / "missing")): "missing",
         ("bench", "stpe"): "Did you mean 'step'?",
     }.items():
         code, err = say(capfd, *words)
         assert code == 1 and said in err and "Traceback" not in err, err
+
+
+SILENT = """
+async def play(task, chat):
+    chat.give([{"role": "user", "content": task.data["prompt"]}])
+    return chat.trajectory
+"""
+
+
+def test_a_policy_that_never_writes_ends_the_run_in_its_first_step(capfd, tmp_path, monkeypatch):
+    """It ended as a success, with a reward of nobody's answers."""
+    (tmp_path / "silent_env.py").write_text(SILENT)
+    monkeypatch.chdir(tmp_path)
+    line = broken(capfd, tmp_path, "--task.env=silent_env:play", "--task.eval.n=1")
+    assert "the policy wrote nothing in the 4 answers of a step" in line and "await chat.reply()" in line, line
+    with pytest.raises(SystemExit):
+        main(["diagnose", str(tmp_path / "run")])
+    assert "the policy wrote nothing" in capfd.readouterr().out

@@ -288,7 +288,7 @@ CASES: dict[str, tuple[Words, str]] = {
     "a recipe nested too deep": (files(b"x = " + b"[" * 3000), "recipe.toml is not TOML: tables or lists are nested too deep"),
     "a recipe in JSON": (files(b'{"model": 1}'), "recipe.toml is not TOML"),
     "a recipe in YAML": (files(b"model:\n  path: x\n"), "Expected '=' after a key"),
-    "a recipe that is a folder": (named("/"), "a folder of that name is there"),
+    "a recipe that is a folder": (named("/"), "is a folder and no recipe: name a file"),
     "a recipe inside a file": (named(str(TINY / "x.toml")), "a file is where a folder is needed"),
     "a recipe of 5,000 letters": (named("a" * 5000), "the name is too long: choose a shorter one"),
     "a recipe with a zero in its name": (named("a\0b"), "embedded null byte"),

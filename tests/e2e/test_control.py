@@ -163,6 +163,12 @@ GYM = {"kind": "gym", "name": "CartPole-v1", "n": 10}
         ({"model__path__hidden_size": 20}, "multiple of 16"),
         ({"model__dtype": "bfloat16"}, "need float32"),
         ({"loop__warmup__steps": 3}, "copies answers"),
+        ({"task__reward": "math"}, "the world pays"),
+        ({"task__system": "be kind"}, "task.system is text"),
+        (
+            {"task__data": GYM | {"name": "kits.gym_worlds:Aim"}, "algo__surrogate": {"kind": "divergence_mask"}},
+            "densities",
+        ),
         ({"task__data__name": "NoWorld-v0"}, "cannot be made"),
         ({"task__data": GYM | {"name": "kits.gym_worlds:Words"}}, "laid flat"),
     ],
@@ -214,6 +220,28 @@ def test_a_world_on_a_thread_that_breaks_is_an_error_of_the_world():
     env, world = Control(threads=True), open_hosted(WorldSource("kits.gym_worlds:Broken", {}))
     with pytest.raises(EnvError, match="Broken' raised RuntimeError: a wheel"):
         asyncio.run(env._call(world.take, np.zeros((1, 2), np.float32), 1))
+
+
+@pytest.mark.parametrize("shown", ["nan", "inf"])
+def test_a_world_that_shows_no_number_is_at_fault(tmp_path, shown):
+    """One episode of it is an error of the world, where the engine blamed its weights and the run was over."""
+    world, _ = open_world("kits.gym_worlds:Blind", {"shown": shown})
+    assert np.isfinite(world.reset(seed=1)[0]).all() and not np.isfinite(world.reset(seed=2)[0]).all()
+    data = {"kind": "gym", "name": "kits.gym_worlds:Blind", "n": 50, "args": {"shown": shown}}
+    run(tmp_path, recipe=CARTPOLE, task__data=data, loop__steps=2, run__checkpoint__every=0)
+    rows = [row for step in (1, 2) for row in store.read_step(tmp_path, step)]
+    assert len(rows) == 8 and all(row["task_data"]["seed"] % 4 != 2 for row in rows)
+    assert steps(tmp_path)[-1][-1]["issued"] > 8 and not events(tmp_path, "Warned")
+
+
+def test_an_episode_that_fails_is_no_better_than_the_worst(tmp_path):
+    """The world pays less than nothing, and one of the four episodes that are measured shows nan: 0 would be the best."""
+    name = {"name": "kits.gym_worlds:Blind", "n": 50, "eval_seed": 1000, "eval_n": 4}
+    run(tmp_path, recipe=CARTPOLE, task__data={"kind": "gym"} | name, loop__steps=1, run__checkpoint__every=0)
+    for e in events(tmp_path, "Evaluated"):
+        known = [row["reward"] for row in e["samples"] if row["reward"] is not None]
+        assert e["request"]["failed"] == 4 - len(known) == 1 and max(known) < 0
+        assert e["score"] == pytest.approx((sum(known) + min(known)) / 4) and e["request"]["failed_as"] == min(known)
 
 
 def test_spaces_are_laid_flat_and_actions_stay_in_bounds():

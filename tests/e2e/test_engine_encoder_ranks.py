@@ -197,6 +197,26 @@ def test_who_computes_prompts_reads_what_the_first_rank_saw(halves, kind):
     trainer.transport.close()
 
 
+async def told_of_last_cells(e, m):
+    """A prompt that ends with a picture: fresh, cached but for its last cell, and so again beside a prompt of others and
+    beside an answer."""
+    seen, other = stream(m, 3, image(m, 1, 2, 3), seed=1), stream(m, 19, seed=2)
+    asked = [ask(*seen, key=1, n=3), ask(*other, key=2, n=12), ask(*stream(m, 9, seed=3), key=3, n=12)]
+    told = [await e.generate(asked[0]), await e.generate(asked[0])]
+    told += await all_of(e, asked[:2]) + await all_of(e, [*asked, asked[0]])
+    idle(e)
+    return told
+
+
+@pytest.mark.parametrize("kind", covering([*EYES, MUTUAL], ["qwen3_vl", "qwen2_5_vl"]))
+def test_the_last_cell_of_a_picture_is_seen_by_who_decodes(halves, kind):
+    """A prompt of which one token is left is computed among the answers."""
+    m, settings = model(kind), {"kv_pages": 512}
+    told = asyncio.run(told_of_last_cells(halves.of(partial(model, kind), **settings), m))
+    same_answers(told, asyncio.run(told_of_last_cells(engine(m, **settings), m)))
+    assert told[1].cached_tokens == told[1].prompt_tokens - 1
+
+
 def test_a_rank_that_is_killed_beside_an_encoder_is_named(tmp_path):
     made = EncodedEngines(tmp_path, patience=5.0, ranks=2)
     e, m = made.of("qwen2_5_vl", kv_pages=512), model()

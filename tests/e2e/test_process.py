@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kits.workers import Part, alive
+from kits.workers import Part, Unreadable, alive
 from rondel.core.clocks import TimeAccount  # of ours, so made in the nursery
-from rondel.core.errors import ConfigError, WorkerError
-from rondel.core.events import subscribe
+from rondel.core.errors import CheckpointError, ConfigError, WorkerError
+from rondel.core.events import Warned, emit, subscribe
 from rondel.runtime.cluster import forkserver
 
 
@@ -109,11 +109,6 @@ def test_a_dead_worker_is_named_with_its_last_words(cluster):
     assert not worker.alive
 
 
-class Unreadable:
-    def __reduce__(self):
-        return int, ("not a number",)
-
-
 @pytest.mark.slow
 def test_what_a_worker_cannot_read_is_said(cluster):
     worker = cluster.spawn("part", Part, 0)
@@ -121,6 +116,37 @@ def test_what_a_worker_cannot_read_is_said(cluster):
         worker.now("add", Unreadable())
     with pytest.raises(WorkerError, match="cannot read"):
         worker.now("add", 1)
+
+
+def talkative() -> Part:
+    emit(Warned("it is built"))
+    return Part(0)
+
+
+@pytest.mark.slow
+def test_a_journal_that_cannot_be_written_while_workers_are_built_is_the_error(cluster):
+    """It ended the thread that hears the worker, which was then ended as silent after minutes."""
+
+    def full(event):
+        raise CheckpointError("no space left for the journal")
+
+    stop = subscribe(full, Warned)
+    try:
+        with pytest.raises(CheckpointError, match="no space left for the journal"):
+            cluster.spawn("part", talkative).ask("add", 1).result(20)
+    finally:
+        stop()
+
+
+@pytest.mark.slow
+def test_an_answer_that_cannot_be_read_is_said_at_once(cluster):
+    """Nobody heard the worker any more, and it was ended as silent."""
+    worker = cluster.spawn("part", Part, 0)
+    worker.now()
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=r"part \(process \d+\) answered what cannot be read here: ValueError"):
+        worker.now("unreadable")
+    assert time.monotonic() - began < 5 and not worker.alive
 
 
 def test_a_worker_stays_on_its_cores(cluster):

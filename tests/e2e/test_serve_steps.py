@@ -13,7 +13,8 @@ import pytest
 from kits import blocks, control, flows, worlds
 from rondel.assemble.served_engine import ServerSettings, open_engine
 from rondel.core.errors import UserError
-from rondel.core.types import Request, Sampling, sample_key
+from rondel.core.types import Request, Sampling, Task, sample_key
+from rondel.generate.envs.flow import Flow
 from rondel.models.save import save_model
 
 httpx = pytest.importorskip("httpx")
@@ -106,12 +107,17 @@ def test_a_flow_draws_points(asked):
     prompt = tokenizer.encode(text)
     sampling = Sampling(max_tokens=4, temperature=0.7)
     wanted = drawn(flows.engine(loaded), [Request(prompt, sampling, key=sample_key(1, 0, j)) for j in range(3)])
+    above = Flow(system="kind").prompt(Task("t", "flow", {"prompt": "ring"}))[0]  # as under task.system of a run
+    told = tokenizer.encode(tokenizer.apply_chat_template(above, tokenize=False, add_generation_prompt=True))
+    steered = drawn(flows.engine(loaded), [Request(told, sampling, key=sample_key(1, 0, 0))])[0]
 
     async def talk(client):
         body = {"prompt": "ring", "n": 3, "steps": 4, "temperature": 0.7, "seed": 1}
         got = ok(await client.post("/draw", json=body))
         assert got["points"] == [done.steps.drawn[-1].tolist() for done in wanted] and got["weight_version"] == "0"
         assert np.shape(ok(await client.post("/draw", json={**body, "prompt": ["ring", "a"]}))["points"]) == (2, 3, 2)
+        other = ok(await client.post("/draw", json={**body, "system": "kind"}))["points"][0]
+        assert other == steered.steps.drawn[-1].tolist() and other != got["points"][0]
         for odd, why in (
             ({"prompt": "ring"}, "engine.sampling.max_tokens"),
             ({"prompt": 3, "steps": 4}, "must be a text"),
@@ -167,6 +173,9 @@ def test_a_policy_that_reads_pictures_is_told_an_instruction(asked):
         assert np.array_equal(np.float32(got["action"]), wanted.actions)
         refused = await client.post("/act", json={"observation": body["observation"]})
         assert refused.status_code == 400 and "task.env.instruction" in refused.text
+        shares = {**body, "observation": [x / 255 for x in body["observation"]]}
+        refused = await client.post("/act", json=shares)
+        assert refused.status_code == 400 and "whole numbers from 0 to 255" in refused.text
 
     asked(loaded, talk)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kits import families
 from kits.engine import SIZE, tiny, twin
 from rondel.models.adapter_bank import AdapterBank
 from rondel.models.adapter_rows import HEAD, AdapterWeights
@@ -14,6 +15,7 @@ FAMILIES = {
     "qwen3": SIZE | {"head_dim": 16},
     "gpt2": dict(n_embd=64, n_layer=2, n_head=4, n_positions=512),
     "gemma2": SIZE | {"head_dim": 16, "sliding_window": 8, "final_logit_softcapping": 6.0},
+    **{kind: families.FAMILIES[kind] for kind in ("deepseek_v3", "minicpm3", "llama4_text")},
 }
 
 

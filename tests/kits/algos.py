@@ -275,7 +275,7 @@ def lively(row: Algorithm) -> Algorithm:
         },
         "rae": {"advantage": AgentBaseline(baselines={"a": 0.4, "b": -0.2})},
     }
-    shaping = Overlong(10, 4) if isinstance(row.shaping, Overlong) else row.shaping
+    shaping = Overlong(10, 9) if isinstance(row.shaping, Overlong) else row.shaping
     return replace(row, shaping=shaping, **knobs.get(row.name, {})).bounded(9)
 
 

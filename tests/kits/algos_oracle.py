@@ -459,7 +459,8 @@ def shape(rule, reward: float, length: int, siblings: list[int]) -> float:
     if type(rule).__name__ == "ClipReward":
         return bounded(reward, -rule.limit, rule.limit)
     if type(rule).__name__ == "Overlong":
-        return reward - rule.factor * bounded((length - (rule.max_tokens - rule.buffer)) / rule.buffer, 0, 1)
+        longest = min(length, 3)  # of its turns
+        return reward - rule.factor * bounded((longest - (rule.max_tokens - rule.buffer)) / rule.buffer, 0, 1)
     if type(rule).__name__ == "KimiLength":
         short, long = min(siblings), max(siblings)
         point = 0.5 - (length - short) / (long - short) if long > short else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from string import printable
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -67,6 +68,18 @@ def tokenizer(template: str | None = "chatml") -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end)
     made.chat_template = TEMPLATES[template] if template else None
     return made
+
+
+def spaced_tokenizer(scheme: str) -> PreTrainedTokenizerFast:
+    """BPE of characters and a few words that begins texts with a space, as Llama 2's does."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    special = ["<s>", "<|im_start|>", "<|im_end|>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=170, special_tokens=special, initial_alphabet=[*printable, "\u2581"], show_progress=False
+    )
+    bpe.train_from_iterator(["what is 3 + 4 = 7 seven x7 user is 7"] * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
 
 
 class Engine:

@@ -151,6 +151,10 @@ SPLIT = {"place.kind": "split", "place.engines": 1, "loop.max_staleness": 1}
 AGAIN = "engine-0 ended (signal 9)\nIt is started again (1 of at most 5 times); its requests go on from their tokens"
 FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "all wrong": (dict(rewards=unanimous(0.0)), {"no_signal"}),
+    "nothing is written": (
+        dict(lengths=lambda s, rng, r: [0] * len(r), metrics=lambda s, rng: {"train/tokens": 0.0}),
+        {"silent"},
+    ),
     "all right": (dict(rewards=unanimous(1.0)), {"solved"}),
     "a constant reward": (dict(rewards=lambda step, rng: [[0.5] * 4] * 4), {"no_signal"}),
     "the reward collapses": (dict(rewards=solved_by(lambda s: 0.7 if s <= 12 else 0.15)), {"reward_collapse"}),

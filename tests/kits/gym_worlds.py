@@ -36,6 +36,18 @@ class Broken(Aim):
         raise RuntimeError("a wheel came off")
 
 
+class Blind(Aim):
+    """Under every fourth seed it shows what is no number."""
+
+    def __init__(self, shown: str = "nan") -> None:
+        super().__init__()
+        self.odd = float(shown)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        shown, told = super().reset(seed=seed)
+        return (np.full_like(shown, self.odd) if (seed or 0) % 4 == 2 else shown), told
+
+
 class Meeting(Aim):
     """A step of it lasts until four of them are under way."""
 

@@ -46,7 +46,7 @@ ATTACKS = [
     Attack("thread bomb", "import threading\nwhile True:\n    threading.Thread(target=time.sleep, args=(9,), daemon=True).start()", "can't start new thread"),
     Attack("memory", "x = [bytearray(1 << 24) for _ in range(1000)]", "MemoryError|memory limit"),
     Attack("shared memory", "import mmap\nx = [mmap.mmap(-1, 1 << 26) for _ in range(30)]\nfor m in x:\n    for i in range(0, 1 << 26, 4096): m[i] = 1", "memory limit|MemoryError|Cannot allocate"),
-    Attack("memory of many", "for i in range(20):\n    if os.fork() == 0:\n        x = b'x' * (60 << 20); time.sleep(1); os._exit(0)\n    time.sleep(.01)\ntry:\n    while True: os.wait()\nexcept ChildProcessError: print('ended')", "ended|memory limit", limits={"memory": 100 << 20}),
+    Attack("memory of many", "for i in range(20):\n    if os.fork() == 0:\n        x = b'x' * (60 << 20); time.sleep(1); os._exit(0)\n    time.sleep(.01)\ntry:\n    while True: os.wait()\nexcept ChildProcessError: print('ended')", "ended|memory limit", limits={"memory": 100 << 20}, wall=30.0),
     Attack("disk", "n = 0\nwhile True:\n    with open(f'f{n}', 'wb') as f: f.write(bytes(1 << 22))\n    n += 1", "Errno 28"),
     Attack("disk by /tmp and shm", "for place in ('/tmp', '/dev/shm'):\n    try:\n        for n in range(64):\n            with open(f'{place}/f{n}', 'wb') as f: f.write(bytes(1 << 20))\n    except OSError as e: print('full', e.errno)", "full 28"),
     Attack("one large file", "with open('f', 'wb') as f:\n    while True: f.write(bytes(1 << 20))", r"Errno 27|Errno 28|SIGXFSZ"),

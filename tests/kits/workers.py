@@ -19,6 +19,13 @@ from rondel.core.events import Warned, emit
 from rondel.runtime.devices import Device
 
 
+class Unreadable:
+    """Goes into a pickle, and does not come out."""
+
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
 class Part:
     """What lives in the child."""
 
@@ -55,6 +62,9 @@ class Part:
 
     def unsendable(self):
         return lambda: None
+
+    def unreadable(self):
+        return Unreadable()
 
     async def hangs(self) -> None:
         """The event loop waits for what nobody does."""

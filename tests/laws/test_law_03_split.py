@@ -20,7 +20,20 @@ from kits.algos import AGGREGATES, FORMULAS_ONLY, SPLIT_ROWS, Ragged, lively, re
 from kits.blocks import block_model, unmasked_groups
 from kits.flows import FLOWS, drawn_groups, flow
 from kits.sweeps import covering
-from kits.train import apart, awkward_groups, batch, bits, gradient, make_stale, model, row, shuffled, step, trainer
+from kits.train import (
+    apart,
+    awkward_groups,
+    batch,
+    bits,
+    forked_group,
+    gradient,
+    make_stale,
+    model,
+    row,
+    shuffled,
+    step,
+    trainer,
+)
 from rondel.algos import aggregate, correction, table
 from rondel.algos.advantage import Constant
 from rondel.algos.component import Component
@@ -186,6 +199,23 @@ def test_groups_that_begin_alike_share_it_and_keep_the_gradient(kind):
             )
             <= TOLERANCE
         )
+
+
+def test_siblings_that_were_routed_otherwise_keep_their_routes():
+    """A group that began under one version and went on under the next: every answer is replayed through the experts
+    that its own prompt had, whoever is packed beside it, and branches of an episode likewise.
+    """
+    t = trainer(model("mixture"), ROWS["grpo"], replay_routes=True)
+    rng, groups = np.random.default_rng(2), [*awkward_groups(), forked_group(number=20)]
+    for x in (x for group in groups for x in group.trajectories):
+        x.experts = rng.permuted(np.tile(np.arange(4), (len(x.tokens) - 1, t.loaded.routers, 1)), axis=-1)[..., :2]
+    for first, second in (group.trajectories[:2] for group in groups[2:4]):
+        second.experts[:4] = first.experts[:4]  # the beginning of these two has the same routes
+    b = batch(groups, ROWS["grpo"])
+    whole = gradient(t, b, ROWS["grpo"], share=False)
+    assert whole.norm() > 1e-3
+    for micro_tokens in (40, 10**6):
+        assert apart(gradient(t, b, ROWS["grpo"], micro_tokens=micro_tokens), whole) <= TOLERANCE
 
 
 @pytest.mark.slow

@@ -280,20 +280,23 @@ def test_a_stopped_worker_is_named_within_its_deadline(cluster):
     assert not alive(worker.pid)
 
 
-def test_stacks_that_are_written_slowly_are_read_whole(cluster, monkeypatch):
+@pytest.mark.parametrize(("busy", "pause"), [(False, 0.15), (True, 0.5)], ids=["idle", "waits for a processor"])
+def test_stacks_that_are_written_slowly_are_read_whole(cluster, monkeypatch, busy, pause):
     """They are many writes, and a machine with other work may stand still between two of them."""
-    worker = cluster.spawn("trainer-1", Part, 0)
+    worker = cluster.spawn("trainer-1", time_waster)
     worker.now()
     process_worker = cluster.workers[0]
+    burnt = worker.ask("burn", 2.5) if busy else None
 
     def write_slowly():
         with process_worker._log.open("a") as log:
             for n in range(4):
                 print(f"line {n} of the stacks", file=log, flush=True)
-                time.sleep(0.15)
+                time.sleep(pause)
 
     monkeypatch.setattr(process_worker, "_all_dump", lambda: threading.Thread(target=write_slowly).start())
     assert "line 3 of the stacks" in process_worker._dump_stacks()
+    assert not busy or burnt.result(10) == "done"
 
 
 @pytest.mark.slow

@@ -71,6 +71,20 @@ def chosen_sets(tape, routes):
     return [[{p for p in line if p != ALL} for line in keys.tolist()] for keys in found]
 
 
+@pytest.mark.parametrize("kind", [KIND, BLOCKS])
+def test_the_engine_reads_prompts_that_are_shorter_than_a_window(kind):
+    """No window ends in such a step, so there is nothing to choose from."""
+    given = prompt(5, RATE - 2)
+    e = watched(engine(model(kind)))
+    done = asyncio.run(e.generate(replace(ask(given, n=6), wants=frozenset({"raw_logprobs"}))))
+    idle(e)
+    whole = torch.tensor(given + done.tokens)
+    with torch.no_grad():
+        plain = own(kind)(whole[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    plain = plain.gather(1, whole[1:, None])[:, 0]
+    assert plain[len(given) - 1 :].tolist() == pytest.approx(done.raw_logprobs, abs=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"),

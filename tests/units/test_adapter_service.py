@@ -261,7 +261,12 @@ def test_a_snapshot_is_served_and_never_changes(tmp_path: Path) -> None:
         assert first.prompt_logprobs[1:] == pytest.approx(again.prompt_logprobs[1:], abs=1e-5)
         assert first.sequences[0][0] not in (base.sequences[0][0], first.sequences[1][0])
         assert first.prompt_logprobs[0] is None and len(first.top_prompt_logprobs[1]) == 2
+        writing = asyncio.create_task(s.sample(prompt(1, 9), "a/v1", SampleSettings(n=1, max_tokens=50)))
+        while not s.engine.scheduler.running:
+            await asyncio.sleep(0)
         await s.drop_served("a/v1")
+        with pytest.raises(UserError, match="deleted or overwritten while an answer was written"):
+            await writing
         with pytest.raises(UserError, match="serves no adapter"):
             await s.sample(prompt(1, 9), "a/v1", ask)
 
@@ -298,6 +303,52 @@ def test_one_client_whose_numbers_explode_stands_alone() -> None:
 
 
 @pytest.mark.slow
+async def _slowly(function, *args):
+    await asyncio.sleep(0.02)
+    return function(*args)
+
+
+def test_one_that_leaves_and_fails_leaves_its_neighbours_their_answers() -> None:
+    """Its client cancels it while the pass is computed in which it turns out to be broken."""
+
+    async def go() -> None:
+        s, _ = service()
+        await made(s, "ab")
+        s._run = _slowly
+        broken = examples(1, 2)
+        for one in broken:
+            one.inputs["logprobs"][:] = -1e30  # its ratio is infinite
+        leaves = asyncio.create_task(s.forward("a", broken, "ppo", {}, backward=True))
+        stays = asyncio.create_task(s.forward("b", examples(2, 2), "ppo", {}, backward=True))
+        await asyncio.sleep(0.03)  # the pass of both has failed, and its own is computed
+        leaves.cancel()
+        assert (await asyncio.wait_for(stays, 5)).metrics["loss:sum"]
+        with pytest.raises((asyncio.CancelledError, TrainError)):
+            await leaves
+
+    asyncio.run(go())
+
+
+def test_a_gradient_that_was_cancelled_is_in_no_step() -> None:
+    async def go() -> None:
+        s, _ = service(micro_tokens=32)
+        await made(s, "ab")
+        s._run = _slowly
+        leaves = asyncio.create_task(s.forward("a", examples(1), "ppo", {}, backward=True))
+        stays = asyncio.create_task(s.forward("b", examples(2), "ppo", {}, backward=True))
+        await asyncio.sleep(0.05)  # some of its passes are done
+        leaves.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaves
+        assert all(p.grad is None for p in s._trained["a"].parameters.values())
+        with pytest.raises(UserError, match="there is no gradient"):
+            await s.optim_step("a", Adam(lr=1e-3))
+        await stays
+        assert (await s.optim_step("b", Adam(lr=1e-3)))["optim/grad_norm"] > 0
+
+    asyncio.run(go())
+
+
 def test_a_fault_between_gradients_is_not_repeated(monkeypatch) -> None:
     """A part may have been added: all clients of the pass are told, none has half of a gradient or twice the whole."""
     s, plain = service()

@@ -210,6 +210,17 @@ def test_an_environment_that_forgets_to_return_is_told_so(tmp_path):
         tried(Forgets([{"agent": "a", "says": "{prompt}"}]), fine, tmp_path)
 
 
+def test_an_environment_that_gives_a_text_is_told_what_a_message_is(tmp_path):
+    for given in ("3+4=", ["3+4="]):
+
+        class Gives(Agents):
+            async def run(self, task, chat, given=given):
+                chat.give(given)
+
+        [fault] = tried(Gives([{"agent": "a", "says": "{prompt}"}]), fine, tmp_path)
+        assert "it takes messages, as in give([{'role': 'user', 'content': 'text'}])" in fault.outcome.reason
+
+
 def test_a_broken_environment_in_an_evaluation_is_a_failure_and_no_end(tmp_path, monkeypatch):
     made = rollouts(Crowd(ZeroDivisionError("my own")), fine, tmp_path)
     monkeypatch.setattr("rondel.driver.rollouts.GroupRollouts", lambda parts, size, watch=None: made)

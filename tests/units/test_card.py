@@ -18,6 +18,8 @@ from rondel.core.types import Task
 from rondel.dashboard.rollouts import read_answer, rollout_table
 from rondel.runtime.journal.log import read_history
 from rondel.runtime.telemetry.card import (
+    answer_questions,
+    card_of,
     count_shared_tokens,
     normal_interval,
     render_markdown,
@@ -100,6 +102,19 @@ def test_nine_questions_are_answered_from_measurement(tmp_path):
         assert fact in text, fact
     assert "on-policy: all 8 trained groups" in text and "cap 0" in text and "4 answers a task" in text
     assert answers["where the time went"] == "wait 50.0%, train 37.5%, sync 12.5%"
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ("single_turn", "one turn of"),
+        ({"kind": "tools", "turns": 3}, "at most 3 turns of"),
+        ("mine:Env", "as many turns as it takes of"),
+    ],
+)
+def test_the_turns_of_an_environment_are_those_that_are_known(env, said):
+    asked = answer_questions([], {"task": {"env": env}, "engine": {"sampling": {"max_tokens": 7}}}, {})
+    assert f", {said} at most 7 tokens" in asked["multi-turn budgets"]
 
 
 def test_the_page_reads_well(tmp_path):
@@ -192,6 +207,14 @@ def test_what_it_takes_to_do_it_again(tmp_path, capsys):
         "after",
     ]
     assert "tensorboard" not in told and "  correct " in told
+    unscored = card | {"eval_after": card["eval_after"] | {"request": {"failed": 9}}}
+    [after] = [line for line in closing_summary(str(tmp_path), unscored).splitlines() if "could not be scored" in line]
+    assert after.startswith("  after ") and after.endswith(", 9 could not be scored and count as 0")
+    assert (
+        f"After step {card['eval_after']['step']}, 9 of the answers could not be scored and count as 0."
+        in render_markdown(unscored)
+    )
+    assert "could not be scored" not in told + render_markdown(card)
     assert card["score_is_share"] and all(
         0 <= e["reward_min"] <= e["reward_max"] <= 1 for e in events(tmp_path, "Evaluated")
     )
@@ -218,6 +241,42 @@ def test_the_digest_of_tasks_knows_content_and_not_order():
 def test_two_devices_cost_twice_as_much(tmp_path):
     job = tiny(tmp_path, place__kind="split", place__ranks=2, place__engines=3)
     assert devices_of(job) == 5 and devices_of(tiny(tmp_path)) == 1
+
+
+def test_a_life_costs_its_own_devices():
+    """One hour on four devices, then, after a night, half an hour on one."""
+
+    def started(at, devices):
+        return {"n": 0, "t": at, "kind": "RunStarted", "folder": "", "config_hash": "", "facts": {"devices": devices}}
+
+    def said(at):
+        return {"n": 0, "t": at, "kind": "Warned", "message": "slow disk"}
+
+    card = run_summary([started(0.0, 4), said(3600.0), started(50_000.0, 1), said(51_800.0)], {})
+    assert card["cost"] == {"device_hours": 4.5, "devices": 4} and card["seconds"] == 5400.0
+
+
+def test_equal_rewards_tell_nothing_of_chance(tmp_path):
+    """Four tasks at -0.5 each, then at 0.2 on average: the first interval has no width."""
+    card = card_of(write_run(tmp_path / "run"))
+    card["eval_before"] |= {"score": -0.5, "low": -0.5, "high": -0.5}
+    told = render_markdown(card)
+    assert "it cannot tell the difference from chance" in told and "larger than chance" not in told
+
+
+def test_the_lag_is_that_of_trained_groups():
+    """Not of the update that was refused (step 2), nor of the step in which the run ended (3)."""
+
+    def taken(step, lag):
+        return {"t": 0.0, "kind": "GroupsTaken", "step": step, "version": step, "numbers": [step], "born": [step - lag]}
+
+    def done(step, note=""):
+        told = {"metrics": {}, "seconds": {}, "ledger": {"trained": 1}, "note": note}
+        return {"t": 0.0, "kind": "StepDone", "step": step, "version": step, **told}
+
+    raw = [taken(1, 1), done(1), taken(2, 2), done(2, "gradient: not finite"), taken(3, 3)]
+    told = run_summary(raw, {})["questions"]["on-policy or measured lag"]
+    assert told.startswith("off-policy: lag mean 1.00, max 1 versions (100% at 1)")
 
 
 def test_the_command_compares_two(tmp_path, capsys):

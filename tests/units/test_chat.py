@@ -3,15 +3,18 @@
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kits.chat import PREAMBLE, TEMPLATES, Engine, chat, tokenizer
+from kits.chat import CHATML, PREAMBLE, TEMPLATES, Engine, chat, spaced_tokenizer, tokenizer
 from rondel.core.errors import DataError, EnvError
 from rondel.core.types import Task
-from rondel.generate.envs.demonstrations import Demonstrate
+from rondel.generate.envs.chat import BESIDE, TURNS
+from rondel.generate.envs.demonstrations import Demonstrate, GoldEpisode
 from rondel.generate.envs.single_turn import SingleTurn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -73,6 +76,36 @@ def test_provenance_keys_text_and_times():
     assert (
         trajectory.text == "seven\n8" and trajectory.timings == {"decode": 1.0} and trajectory.finish_reason == "stop"
     )
+
+
+def test_a_token_keeps_the_routes_with_which_it_was_drawn():
+    """Each turn's answer has routes of the whole stream, by the weights that served then: the earliest count, also in
+    a copy of the first turn."""
+    tok = tokenizer()
+    engine = Engine([*words(tok, "seven"), end(tok)], [*words(tok, "8"), end(tok)])
+
+    async def generate(request):
+        done = await engine.generate(request)
+        computed = len(request.tokens) + len(done.tokens) - 1  # the last token was drawn, and not read yet
+        return replace(done, experts=np.full((computed, 1, 2), len(engine.requests)))
+
+    talk = chat(tok, engine)
+    talk.generate = generate
+    trajectory = asyncio.run(turns(talk, ASK, AGAIN))
+    assert len(trajectory.experts) == len(trajectory.tokens) - 1
+    first = (
+        trajectory.versions.index(1) + len(engine.turns[0]) - 1
+    )  # the first turn's last token was read by the second
+    assert trajectory.experts[:, 0, 0].tolist() == [1] * first + [2] * (len(trajectory.experts) - first)
+
+
+def test_no_two_conversations_of_an_episode_draw_with_the_same_noise():
+    """Those beside the first one, beside these and beside copies."""
+    one = chat(tokenizer(), Engine())
+    two, three = one.beside("a"), one.beside("b")
+    found = [one, two, three, two.beside("c"), one.fork().beside("d"), three.fork().beside("e"), one.beside("f")]
+    numbers = [(talk.key(7) - 1007) // TURNS for talk in found]
+    assert numbers == [0, 1, 2, BESIDE + 1, 3, 2 * BESIDE + 1, 4]
 
 
 @pytest.mark.parametrize("ending", ["", "<|endoftext|>", "<|im_end|>", "<|im_end|>\n"])
@@ -231,3 +264,78 @@ def test_environments_and_rewards_start_without_torch():
         ).strip()
         == "[]"
     )
+
+
+@pytest.mark.parametrize("scheme", ["always", "first"])
+@pytest.mark.parametrize("template", ["chatml", "alternating", "bare", None])
+def test_what_is_shown_has_the_tokens_of_the_whole_text(scheme, template):
+    """Llama 2's tokenizer begins every text with a space, which an answer behind a line break does not have."""
+    tok = spaced_tokenizer(scheme)
+    bare = "{% for m in messages %}<|im_start|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    tok.chat_template = {"bare": bare, None: None}.get(template) or TEMPLATES.get(template)
+    task = Task("t/1", "single_turn", {"prompt": "what is 3 + 4 =", "answer": "7 is"})
+    written = asyncio.run(Demonstrate().run(task, chat(tok, Engine()))).tokens
+    said = [{"role": "user", "content": "what is 3 + 4 ="}, {"role": "assistant", "content": "7 is"}]
+    whole = tok.apply_chat_template(said, tokenize=False) if template else "what is 3 + 4 =7 is</s>"
+    wanted = tok.encode(whole.removesuffix("<|im_end|>\n"), add_special_tokens=False)
+    assert list(written)[: len(wanted)] == wanted and len(written) - len(wanted) == (template == "chatml")
+
+
+def test_a_template_that_reads_parts_alone_ends_what_is_shown_with_the_end_token():
+    tok = tokenizer.__wrapped__("chatml")
+    tok.chat_template = (
+        "{% for m in messages %}{% for part in m['content'] %}{{ part.missing.text }}{% endfor %}{% endfor %}"
+    )
+    assert chat(tok, Engine(), stop_ids={0, tok.eos_token_id}).end_token == tok.eos_token_id
+
+
+def test_a_reply_is_not_shown_within_a_thought_that_the_template_begins():
+    """Qwen3.5 and R1: the generation prompt ends with <think>, and an answer behind it is none."""
+    tok = tokenizer.__wrapped__("chatml")
+    tok.chat_template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    for answer, good in (("seven.", False), ("so.\n</think>\n\nseven.", True)):
+        task = Task("t/1", "single_turn", {"prompt": "3 + 4 =", "answer": answer})
+        shown = [Demonstrate(), GoldEpisode(Scripted([answer]))]
+        for env in shown:
+            if good:
+                asyncio.run(env.run(task, chat(tok, Engine())))
+                continue
+            with pytest.raises(DataError, match="answer within its thought"):
+                asyncio.run(env.run(task, chat(tok, Engine())))
+    for env in (Demonstrate(trained=False), GoldEpisode(Scripted(["seven."]), trained=False)):  # read as messages
+        asyncio.run(env.run(task, chat(tok, Engine())))
+
+
+class Scripted:
+    """One turn, whose gold reply is known."""
+
+    def __init__(self, replies):
+        self.replies = replies
+
+    def gold(self, task):
+        return self.replies
+
+    async def run(self, task, conversation):
+        conversation.give([{"role": "user", "content": task.data["prompt"]}])
+        await conversation.reply()
+        return conversation.trajectory
+
+
+def test_what_is_shown_ends_as_the_template_ends_a_turn():
+    """Phi 3 and Gemma: answers end at the mark of a turn, too, and the tokenizer's end token is another one."""
+    tok = tokenizer("ending")
+    mark = tok.convert_tokens_to_ids("<|im_end|>")
+    for stops, end in (
+        ({mark, tok.eos_token_id}, mark),
+        ({tok.eos_token_id}, tok.eos_token_id),
+        ((), tok.eos_token_id),
+    ):
+        conversation = chat(tok, Engine(), stop_ids=stops)
+        conversation.give([{"role": "user", "content": "3 + 4 ="}])
+        conversation.write("seven.")
+        assert conversation.trajectory.tokens[-1] == end and conversation.trajectory.finish_reason == "stop"
+        assert conversation.fork().end_token == end
+        conversation.give([{"role": "user", "content": "look again."}])
+        written = tok.decode(list(conversation.trajectory.tokens))
+        between = "<|im_end|>\n" if end == mark else "<|endoftext|><|im_end|>\n"
+        assert f"seven.{between}<|im_start|>user" in written

@@ -222,6 +222,25 @@ def test_eval_as_a_sentence_and_as_json(rondel, monkeypatch, recipe):
     assert calls == [("runs/x", None, {"engine.sampling.max_tokens": 9, "task.eval.n": 48}), ("model", str(recipe), {})]
 
 
+def test_eval_takes_no_word_without_effect(rondel, monkeypatch, tmp_path):
+    calls = []
+    module = ModuleType("rondel.driver.checkpoint_evaluation")
+    module.rate = lambda *words: calls.append(words) or [{"pass_rate": 0.5}]
+    monkeypatch.setitem(sys.modules, "rondel.driver.checkpoint_evaluation", module)
+    out = str(tmp_path / "rated.jsonl")
+    for words, why in {
+        ("--loop.steps=3",): "--loop.steps=3 has no effect on an evaluation",
+        ("--trainer.lr=1e-3", "--rates", out): "--trainer.lr=0.001 has no effect",
+        ("--samples", "4"): "--samples 4 belongs to --rates FILE; --draws 4",
+        ("--rates", out, "--json", "--n", "3"): "--n, --json with --rates",
+    }.items():
+        code, _, said = rondel("eval", "runs/x", *words)
+        assert code == 1 and why in said
+    assert not calls
+    assert rondel("eval", "runs/x", "--rates", out, "--best", "--loop.seed=3")[0] == 0
+    assert calls[0][2:4] == ({"loop.seed": 3}, 10) and calls[0][5] is True
+
+
 def test_replay_compares_and_names_the_steps_that_exist(rondel, tmp_path, assemble):
     write_run(tmp_path)
     assemble.replay = lambda folder, step: {"train/entropy": 1.0, "train/gap_max": 3e-6}

@@ -1,14 +1,21 @@
 """Policies of actions against torch's own distributions, and GAE over episodes that a world ends or cuts off."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from kits.control import chunk_policy, policy
+from kits.control import acted_groups, chunk_policy, policy
 from rondel.algos.discount import gae
+from rondel.algos.reward_transforms import NoShaping
+from rondel.algos.table import GIGPO, PPO, TURN_PPO
 from rondel.core.errors import UserError
 from rondel.models.packed_steps import PackedSteps
 from rondel.models.step_head import refuse_step_head
+from rondel.train.annotate import advantages_of
+from rondel.train.pack import batch_of
+from rondel.train.shaped_rewards import returns_of
 
 
 def packed(rows: torch.Tensor) -> PackedSteps:
@@ -114,3 +121,34 @@ def test_gae_of_an_episode_that_was_cut_off():
 def test_it_has_no_engine_of_tokens():
     with pytest.raises(UserError, match="draws actions"):
         refuse_step_head("mine", policy().head)
+
+
+def test_each_action_is_a_turn():
+    """Turn-wise PPO is PPO there, cut-off episodes among them, and GiGPO compares actions under one observation."""
+    groups = acted_groups(policy())
+    for group in groups:
+        for t in group.trajectories[1:]:  # two actions of a group under one observation, one of which shows -0 for 0
+            t.steps.rows[0, :4], group.trajectories[0].steps.rows[-1, :4] = (0, 1, 2, 3), (-0.0, 1, 2, 3)
+    batch = batch_of(groups)
+    values = torch.randn(batch.total_tokens, generator=torch.Generator().manual_seed(0))
+    batch.write_tokens(values=values)
+    for sample in batch.samples:
+        sample.value_after = 0.5
+    scored = batch.scored_samples
+    for turns, plain in ((TURN_PPO, PPO), (replace(TURN_PPO, shaping=NoShaping()), replace(PPO, shaping=NoShaping()))):
+        assert torch.equal(advantages_of(turns, scored), advantages_of(plain, scored))
+        assert torch.equal(returns_of(turns, scored), returns_of(plain, scored))
+    seen, at = {}, 0
+    for whose, t in ((group.id, t) for group in groups for t in group.trajectories):
+        for k, x in enumerate(t.steps.x):
+            later = sum(0.95**j * reward for j, (_, reward) in enumerate(t.score.steps[k:]))
+            seen.setdefault((whose, tuple(x + 0.0)), []).append((at + k, later))
+        at += len(t.steps)
+    wanted = torch.zeros(at, dtype=torch.float64)
+    for alike in seen.values():
+        for place, later in alike:
+            wanted[place] = later - np.mean([own for _, own in alike])
+    whole = replace(GIGPO, advantage=replace(GIGPO.advantage, divide=False, weight=0.0))
+    both = replace(GIGPO, advantage=replace(GIGPO.advantage, divide=False))
+    found = advantages_of(both, scored) - advantages_of(whole, scored)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-9) and int((found != 0).sum()) >= 7

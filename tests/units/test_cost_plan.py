@@ -98,6 +98,13 @@ def test_advice():
     found = split.advise_split(64, 1.0, 3.0, trainers=32)
     assert (found.bound, found.engines, found.trainers) == ("rollout", 48, 16)
     assert "48:16 would give +50%" in found.text
+    # 32 a second, then 96: of 4 parts of the time the trainer has one and the engines three, and S = 1 ends that
+    turns = split.advise_split(64, 1.0, 3.0, trainers=32, overlap=False)
+    assert "the trainer idles 75%, the engines 25%; loop.max_staleness = 1 would give +33%" in turns.text
+    assert "the longest answer sets the pace" not in split.advise_split(8, 4.0, 1.0, trainers=2, most=12.0).text
+    assert "the longest answer sets the pace" in split.advise_split(8, 4.0, 9.0, trainers=2, most=12.0).text
+    apart = split.advise_split(8, 4.0, 4.0, most=2.0, most_overlapped=4.0)
+    assert apart.gain_colocated == pytest.approx(4.0 * (1 / 2.0 + 1 / 32.0))
     assert split.advise_split(1, 1.0, 3.0).text == "one device: 75% of the time generates, 25% trains"
     assert split.advise_split(64, 3.0, 1.0, unit=8).engines % 8 == 0
     assert [split.recommend_placement(n)[:5] for n in (8, 64, 96, 1024)] == ["all r", "all r", "engin", "pools"]

@@ -274,6 +274,33 @@ def test_numbers_that_are_rounded_into_their_place(size):
     assert changed == int((before.view(torch.int16) != wanted.view(torch.int16)).sum()) and (changed > 0 or size == 1)
 
 
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("size", [1, 65, 70_001])
+def test_numbers_of_which_a_rounded_copy_and_the_rest_are_kept(size, plain, monkeypatch):
+    """To the bit, ties among them: of one that was rounded down, 16 bits say what of one that was rounded up."""
+    if plain:
+        monkeypatch.setattr(cpu_kernels, "has_kernels", lambda *tensors: False)
+    exact = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    bits = exact.view(torch.int32)
+    bits[::61] = bits[::61] & -65536 | 0x8000  # half way between two numbers of bfloat16
+    odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40, -1e-45, 3.4e38, 1.0])
+    exact[-min(size, 8) :] = odd[: min(size, 8)]
+    held, before = torch.ones_like(exact, dtype=BF16), torch.ones(1, dtype=BF16)
+    changed, (low, ties) = cpu_kernels.split_bits(held, exact)
+    assert torch.equal(held.view(torch.int16), exact.bfloat16().view(torch.int16))
+    assert changed == int((held.view(torch.int16) != before.view(torch.int16)).sum())
+    assert low.dtype == torch.int16 and len(ties) == int(
+        ((bits - (held.view(torch.int16).int() << 16)) == 1 << 15).sum()
+    )
+    assert size < 65 or len(ties) > 0
+    again = torch.full_like(exact, 7.0)
+    cpu_kernels.join_bits(again, held, low, ties)
+    assert torch.equal(again.view(torch.int32), exact.view(torch.int32))
+    assert cpu_kernels.split_bits(held, exact, low)[1][0] is low
+    bits.copy_(0x3F808000)  # 1 and a half step, which is rounded down
+    assert cpu_kernels.split_bits(held, exact)[1] is None or size < 1100, "more than chance has"
+
+
 def test_gradient_that_is_added():
     total, grad = drawn(70, 3).detach(), drawn(70, 3, seed=1, dtype=BF16).detach()
     want = total + grad.float()

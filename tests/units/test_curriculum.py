@@ -4,6 +4,7 @@ rate, and nothing of it is lost in a resume.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 
@@ -11,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kits.runs import events, final, run, run_and_die
+from kits.runs import events, final, run, run_and_die, tiny
 from rondel.core.errors import ConfigError, DataError
-from rondel.core.events import GroupFinished, StepDone
+from rondel.core.events import GroupFinished, StepDone, subscribe
 from rondel.core.types import Task
 from rondel.generate.envs.curriculum import EasyFirst, band, build_curriculum, priority
 from rondel.generate.envs.order import MixedOrder, PureOrder, ShuffledOrder
@@ -82,7 +83,7 @@ def test_rates_forget_by_halves_change_between_versions_only_and_do_not_depend_o
     one, other = priority(TASKS, 0), priority(TASKS, 0)
     before = [one.task_at(n).id for n in range(50)]
     one.on_event(finished(0, "t0", [1.0, 0.0]))
-    assert [one.task_at(n).id for n in range(50)] == before and one.state_dict() == {}
+    assert [one.task_at(n).id for n in range(50)] == before and one.rates == {}
     one = priority(TASKS, 0)
     step(one, 1, results)
     step(other, 1, results, backwards=True)
@@ -121,6 +122,17 @@ def test_bad_settings_say_what_to_write():
 
 def source(name: str, prompts: list[str], **more) -> dict:
     return {"source": name, "kind": "list", "rows": [{"prompt": p, "answer": "1"} for p in prompts], **more}
+
+
+def test_the_first_held_out_tasks_of_a_mixture_are_some_of_every_source():
+    """task.eval.n = 4 measured the first source alone; each has its share of the first n, as of all."""
+    sums = source("sums", [f"add {n}" for n in range(40)], holdout=12)
+    counts = source("counts", [f"count to {n}" for n in range(10)], holdout=4)
+    tasks = load_tasks({"kind": "mix", "sources": [sums, counts]}, env="x")
+    held = [task.data["source"] for task in tasks.held_out]
+    assert held.count("sums") == 12 and held.count("counts") == 4
+    for n in (4, 8, 12):
+        assert held[:n].count("counts") == n // 4
 
 
 def test_a_mixture_of_data_sets_never_trains_on_what_any_of_them_holds_out():
@@ -191,6 +203,45 @@ def test_a_run_killed_in_its_curriculum_ends_where_the_whole_one_ends(tmp_path):
     assert len(set(admitted[0].values())) < len(admitted[0])  # some came back before an epoch was over
     one, other = final(whole), final(cut)
     assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_stale_run_has_what_its_curriculum_has_heard_since_the_last_step(tmp_path):
+    """Groups 8 to 11 finish beside the evaluation of step 2: the checkpoint has them, and they finish no second time."""
+    from rondel.assemble import train
+
+    late, evaluating, ended = {8, 9, 10, 11}, asyncio.Event(), asyncio.Event()
+    finished: set[int] = set()
+
+    def note(event) -> None:
+        if isinstance(event, GroupFinished) and event.number in late:
+            finished.add(event.number)
+            if finished == late:
+                ended.set()
+
+    def built(parts) -> None:
+        plain = parts.engine.generate
+
+        async def generate(request):
+            kind, _, number = request.id.partition("-")
+            if kind == "group" and int(number) in late:
+                await evaluating.wait()
+            elif kind != "group" and parts.trainer.step_number == 2:
+                evaluating.set()
+                await ended.wait()
+            return await plain(request)
+
+        parts.engine.generate = generate
+
+    stale = {"loop__max_staleness": 1, "loop__warmup__steps": 0, "algo__correction": {"kind": "importance"}}
+    stale |= {"loop__steps": 3, "task__eval__every": 2, "run__checkpoint__every": 2, "task__filters": []}
+    stop = subscribe(note)
+    train(tiny(tmp_path, **CURRICULUM | stale), quiet=True, built=built)
+    stop()
+    state = json.loads((tmp_path / "checkpoints" / "step-000002" / "state.json").read_text())
+    kept = {group["task"]["id"] for group in state["buffer"]["finished"] if group["id"] in late}
+    before = {e["task"] for e in events(tmp_path, "GroupFinished") if e["number"] < 8}
+    assert kept - before and kept <= state["order"].keys()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ findings, whatever became of the journal meanwhile.
 import hashlib
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,10 +16,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from kits.diagnose import FAULTS, write
-from kits.run_folder import write_run
+from kits.run_folder import group, write_run
 from kits.sweeps import covering
 from rondel.core.errors import UserError
-from rondel.core.events import Resident, WorkerTime
+from rondel.core.events import GroupsTaken, Resident, RunStarted, StepDone, WorkerTime
 from rondel.dashboard import plan_api, rollouts
 from rondel.dashboard.columns import MetricColumns, MetricRow, StepGrid
 from rondel.dashboard.pages import DashboardPages, build_app
@@ -28,7 +29,9 @@ from rondel.dashboard.tail import FileTail, kind_of
 from rondel.dashboard.views import findings_view, run_states
 from rondel.planner.plan import make_plan
 from rondel.planner.workload import what_if
+from rondel.runtime.journal.log import Journal
 from rondel.runtime.journal.store import annotate_step
+from rondel.runtime.telemetry.card import card_of, write_card
 from rondel.runtime.telemetry.diagnose import diagnose, findings, read_story
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +52,36 @@ def client(*folders, key="") -> TestClient:
 
 
 # -- rows and findings -------------------------------------------------------------------------------
+
+
+def test_a_card_older_than_the_journal_is_made_anew(tmp_path):
+    folder = write_run(tmp_path / "run", steps=2)
+    write_card(folder)
+    asked = client(folder)
+    assert asked.get("/api/card").json()["written"] is True
+    with (folder / "journal.jsonl").open("a") as file:  # it goes on, or was looked at while it did
+        file.write('{"n": 999, "t": 1e10, "kind": "Warned", "message": "slow disk"}\n')
+    os.utime(folder / "card.json", ns=(0, 0))
+    told = asked.get("/api/card").json()
+    assert told["written"] is False and "slow disk" in told["card"]["warnings"]
+
+
+def test_the_histogram_of_lag_has_no_supervised_step(tmp_path):
+    """One of two groups has lag 1; the supervised step's does not count, as in the card."""
+    events = [
+        RunStarted("", "", {}),
+        GroupsTaken(1, 0, [group(0, 0, [])]),
+        StepDone(1, 1, {}, {}, {}),
+        GroupsTaken(2, 1, [group(1, 1, []), group(2, 0, [])]),
+        StepDone(2, 2, {}, {}, {}),
+    ]
+    journal = Journal(tmp_path)
+    for event in events:
+        journal.write(event)
+    journal.close()
+    (tmp_path / "job.toml").write_text("[loop]\nsteps = 1\nmax_staleness = 1\nwarmup = { steps = 1 }\n")
+    assert client(tmp_path).get("/api/books").json()["lags"] == {"0": 0.5, "1": 0.5}
+    assert "(50% at 0, 50% at 1)" in card_of(tmp_path)["questions"]["on-policy or measured lag"]
 
 
 def test_rows_are_those_of_the_story(tmp_path):

@@ -133,6 +133,12 @@ def test_what_is_no_problem_earns_nothing_and_is_asked_of_nobody(problem):
     assert proposer.score.value == 0.0 and proposer.score.parts == {"valid": 0.0}
 
 
+def test_a_debate_before_a_judge_elsewhere_scores_itself_too():
+    """Else a judge that fails behind the budget leaves what the debaters said to task.reward."""
+    judged = Debate(judge="http://127.0.0.1:1/v1", judge_model="m")
+    assert judged.scores_itself and judged.agents == ("first", "second")
+
+
 def test_a_task_with_an_answer_is_for_the_solver_alone():
     env = ProposerSolver(arithmetic)
     task = Task("p", "x", {"prompt": "3 + 4 =", "answer": "7"})

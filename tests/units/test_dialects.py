@@ -12,7 +12,7 @@ import pytest
 
 from kits.chat import Engine, chat, tokenizer
 from rondel.core.types import Task
-from rondel.generate.calls import JsonCalls, TaggedCalls, read_off
+from rondel.generate.calls import HERMES, JsonCalls, TaggedCalls, read_calls, read_off
 from rondel.generate.dialects import BracedCalls, ChannelCalls, KeyedCalls, PythonCalls, ToolCall
 from rondel.generate.envs.tools import Tools
 
@@ -210,6 +210,63 @@ def test_forms_that_templates_do_not_show_are_read_too():
     assert ChannelCalls().parse_calls("<|channel|>commentary<|message|>I will look.<|end|>") == []
     write = writer(SHOWS.replace("[tools", "<|tool_list_start|>[tools") + "{{ m.role }}: {{ m.content }}\n{% endfor %}")
     assert isinstance(read_off(write), PythonCalls), "an older LFM2 shows tools, and leaves calls out"
+
+
+# -- forms that write every value without quotes: the schema says what it is ---------------------------
+
+KEPT = {
+    "s": ('{"a": 1}', '{"a": 1}'),
+    "t": ("3", "3"),
+    "n": ("3", 3),
+    "x": ("1.5", 1.5),
+    "b": ("True", True),
+    "o": ("null", None),
+    "l": ("[1, 2]", [1, 2]),
+    "u": ("[1, 2]", [1, 2]),
+    "w": ("three", "three"),
+}
+TYPES = {
+    "s": {"type": "string"},
+    "t": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "n": {"type": "integer"},
+    "x": {"type": "number"},
+    "b": {"type": "boolean"},
+    "o": {"type": ["integer", "null"]},
+    "l": {"type": "array"},
+    "w": {"type": "integer"},
+}
+
+
+@pytest.mark.parametrize("form", [TaggedCalls(), KeyedCalls()], ids=lambda form: type(form).__name__)
+def test_arguments_have_the_types_that_the_schema_declares(form):
+    tool = {"type": "function", "function": {"name": "put", "parameters": {"properties": TYPES}}}
+    tagged = "".join(f"<parameter={k}>\n{said}\n</parameter>" for k, (said, _) in KEPT.items())
+    keyed = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{said}</arg_value>\n" for k, (said, _) in KEPT.items())
+    text = f"<function=put>{tagged}</function>" if isinstance(form, TaggedCalls) else f"put\n{keyed}"
+    (call,) = read_calls(form, f"<tool_call>{text}</tool_call>", [tool])
+    assert call.arguments == {k: wanted for k, (_, wanted) in KEPT.items()} and not call.fault
+    (unknown,) = read_calls(form, f"<tool_call>{text}</tool_call>", [{"function": {"name": "put", "parameters": 7}}])
+    assert unknown.arguments == form.parse_calls(f"<tool_call>{text}</tool_call>")[0].arguments
+
+
+def test_a_tool_is_given_a_file_that_is_json_as_text():
+    """Qwen's tags say nothing of types: the policy could not write any file whose text is a list or an object."""
+
+    async def write(path: str, content: str) -> str:
+        return content
+
+    tools = Tools([write])
+    text = "<tool_call>\n<function=write>\n<parameter=path>\na\n</parameter>\n<parameter=content>\n[1]\n</parameter>\n</function>"
+    (call,) = read_calls(TaggedCalls(), text, [tool.schema for tool in tools.shared.values()])
+    assert asyncio.run(tools.carry_out(call)) == "[1]"
+
+
+def test_half_a_call_is_a_fault_and_not_another_call():
+    """A parameter without an end was left out and its default taken; a second call that is no JSON was passed over."""
+    (call,) = read_calls(TaggedCalls(), "<function=wait>\n<parameter=n>\n7\n</function>")
+    assert "<parameter=n> has no end" in call.fault
+    first, second = read_calls(HERMES, '<tool_call>{"name": "a", "arguments": {}}\n{"name": "b", "arg</tool_call>')
+    assert first == ToolCall("a", {}) and "not valid JSON" in second.fault
 
 
 ALL = [

@@ -74,6 +74,13 @@ def test_which_interval_is_taken():
     assert score_interval([0.5, 3.0], [0.5, 3.0], 1)[2] == "normal"
 
 
+def test_what_could_not_be_scored_is_never_right():
+    """Also where rewards are -1 or 0, so that 0 would pass; in the mean it counts as the worst of them."""
+    given = EvaluationConfig(samples=2, k=[1], pass_reward=0.0)
+    found = draw_metrics([[None, 0.0], [None, -1.0]], [["1", "2"], ["3", "4"]], given)
+    assert found["avg@2"][0] == -0.75 and found["pass@1"][0] == found["majority@1"][0] == 0.25
+
+
 def test_metrics_of_draws():
     given = EvaluationConfig(samples=4, k=[1, 2], pass_reward=0.5)
     rewards, votes = [[1.0, 0.5, 0.0, 0.0], [0.0] * 4], [["7", "so 7.0", "8", "9"], ["1", "2", "3", ""]]

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import threading
+import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
 from kits.chat import Engine, chat, tokenizer
+from kits.no_rows import NO_ROWS
 from rondel.assemble.episodes import episodes_of
 from rondel.buffer.state import decode, encode
 from rondel.core.config.environment import EpisodeConfig
 from rondel.core.errors import ConfigError, EnvError
 from rondel.core.events import GroupFinished
-from rondel.core.types import Drift, Failed, Group, Ok, OutOfBudget, Score, Task, Trajectory
+from rondel.core.types import Drift, EnvFault, Failed, Group, Ok, OutOfBudget, Score, Task, Trajectory
+from rondel.driver.failure_budget import FailureBudget
+from rondel.driver.rollouts import GroupRollouts
 from rondel.generate.calls import ToolCall
 from rondel.generate.envs.episode import EpisodeState, assign_parents, episode_of
 from rondel.generate.envs.episode_budget import ASKS, EpisodeBudget
@@ -157,6 +165,39 @@ def test_an_environment_that_never_ends_is_ended_and_what_was_written_is_kept():
     assert t.outcome == OutOfBudget("turns") and t.written == len(words("seven"))
 
 
+@pytest.mark.parametrize("scores_itself", [True, False])
+@pytest.mark.parametrize("drops", [True, False])
+def test_what_an_environment_would_have_scored_is_not_left_to_another_reward(scores_itself, drops):
+    """It fails behind its budget: task.reward, "number" where nobody named one, read a number in what had been said."""
+
+    class Breaks(Talks):
+        async def run(self, task, talk):
+            await super().run(task, talk)
+            raise EnvError("the judge does not answer")
+
+    env = Breaks()
+    env.scores_itself = scores_itself
+    job = SimpleNamespace(
+        loop=SimpleNamespace(seed=0), task=SimpleNamespace(system=""), model=SimpleNamespace(teacher=None),
+        agent_policies={},
+    )  # fmt: skip
+    both = SimpleNamespace(envs={TASK.env: env, "other": Talks()})
+    both.run = env.run
+    for one in (env, both):
+        rollouts = GroupRollouts(SimpleNamespace(env=one, job=job, rows=NO_ROWS, failures=FailureBudget()), 1)
+
+        def opened():
+            state = budget(turns=1, over="drop" if drops else "score")
+            return chat(TOK, Engine(words("seven 7")), episode=state)
+
+        (found,) = asyncio.run(rollouts.run_episode(TASK, opened))
+        if scores_itself and not drops:
+            assert found.outcome == EnvFault("EnvError: the judge does not answer") and not found.written
+        else:
+            assert found.outcome == OutOfBudget("turns") and found.written
+            assert (found.score is None) == (not drops)
+
+
 class Compacts:
     """Two turns, a summary, and a turn on it."""
 
@@ -240,3 +281,28 @@ def test_a_setting_without_effect_is_refused():
     ):
         with pytest.raises(ConfigError, match=words):
             episodes_of(EpisodeConfig(**settings), env, tok, {})
+
+
+STOPPED = """
+import sys
+from rondel.generate.envs.episode_budget import EpisodeBudget
+budget = EpisodeBudget(seconds=3.0)
+budget.begin()
+print("begun", flush=True)
+sys.stdin.readline()
+print(budget.has_room(), budget.seconds_left() > 0, flush=True)
+"""
+
+
+def test_the_time_in_which_a_run_was_stopped_is_nobodys():
+    """Ctrl-Z and `fg`: an episode goes on with the seconds that it had."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin and child.stdout and child.stdout.readline() == "begun\n"
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(3.5)
+        child.send_signal(signal.SIGCONT)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "True True\n"

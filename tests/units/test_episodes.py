@@ -12,7 +12,7 @@ import pytest
 from kits.runs import events, run
 from kits.train import apart, batch, forked_group, gradient, model, row, trainer, trajectory
 from rondel.buffer.state import decode, encode
-from rondel.core.errors import ConfigError, EnvError
+from rondel.core.errors import ConfigError, EnvError, UserError
 from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.envs.episode import as_trajectories, assign_parents, join_episodes
 from rondel.runtime.journal import store
@@ -47,6 +47,16 @@ def test_the_first_of_each_agent_is_its_root_and_what_nothing_was_written_in_is_
     ]  # fmt: skip
     with pytest.raises(EnvError, match="empty list"):
         as_trajectories([])
+
+
+def test_a_trajectory_is_trained_once():
+    """An environment that keeps its chat in `self` returns that of the last episode for all of them."""
+    one, other = Trajectory(), Trajectory()
+    with pytest.raises(UserError, match="would be trained twice"):
+        as_trajectories([one, other, one])
+    with pytest.raises(UserError, match=r"same trajectory for two episodes.*not in self"):
+        join_episodes([[one], [other], [one]])
+    assert join_episodes([as_trajectories([one, other])]) == [one, other]
 
 
 def test_a_baseline_counts_an_episode_once_however_often_it_was_forked():

@@ -95,6 +95,12 @@ def test_an_evaluation_that_a_signal_cut_off_is_made_up_for(whole, tmp_path):
     assert best_of(tmp_path / "cut") == best_of(whole)
 
 
+def test_a_run_takes_every_key_of_an_evaluation_with_several_draws(tmp_path):
+    given = {"task__eval__k": [2], "task__eval__pass_reward": 0.5, "task__eval__samples": 2, "task__eval__n": 2}
+    run(tmp_path / "run", **given, loop__warmup__steps=0, loop__steps=1)
+    assert {*events(tmp_path / "run", "Evaluated")[-1]["metrics"]} >= {"avg@2", "pass@2"}
+
+
 def test_metrics_of_several_sets():
     rows = []
     metrics = StepMetrics(lambda step, row: rows.append(row))
@@ -118,6 +124,19 @@ def test_a_set_takes_its_content_from_training():
         load_evaluation_sets({"a": {}}, tasks, env="single_turn")
     with pytest.raises(ConfigError, match="has no meaning"):
         load_evaluation_sets({"a": {"kind": "digits", "holdout": 3}}, tasks, env="single_turn")
+
+
+def test_a_fault_of_a_set_is_told_of_the_set():
+    """And not of task.data, which is read in the same way."""
+    tasks = load_tasks({"kind": "digits", "holdout": 10}, env="single_turn")
+    for table, key in (
+        ({"kind": "list", "rows": [], "env": "tools"}, "env is no setting of kind 'list'"),
+        ({"kind": "lst"}, "kind 'lst' does not exist"),
+        ({"kind": "list"}, "rows is missing"),
+    ):
+        with pytest.raises(ConfigError, match=rf"task.eval.sets.sums.{key}") as error:
+            load_evaluation_sets({"sums": table}, tasks, env="single_turn")
+        assert "task.data" not in str(error.value) and error.value.page
 
 
 @pytest.mark.parametrize(

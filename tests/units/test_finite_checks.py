@@ -153,6 +153,8 @@ def test_a_refusal_between_two_updates_tells_what_was_taken():
     stats = step(t, b, broken_in_second)
     assert not stats.stepped and t.moved and bits(t) != before
     assert "update 2 of 2, 1 were taken" in stats.note
+    first, second = ({s.group for s in update.samples} for update in b.split_updates(2))
+    assert stats.outcomes == {**dict.fromkeys(first, ""), **dict.fromkeys(second, "ratio")}
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,34 @@ def test_the_loop_books_a_refused_batch_as_failed_and_the_ledger_balances():
     assert book["issued"] == sum(n for name, n in book.items() if name != "issued")
     assert buffer.version == 6  # v counts consumed batches
     assert [bool(event.note) for event in done] == [False, True, False, False, True, False]
+
+
+def test_of_a_step_that_was_taken_in_part_each_group_is_booked_for_itself():
+    """The first group of each step is trained; of the last one nothing is told, so it counts as the step does."""
+
+    class InPart:
+        version = 0
+
+        async def step(self, groups, algo):
+            self.version += 1
+            first, second, _ = (group.id for group in groups)
+            note = "ratio: not finite for group 1, sample 0 (update 2 of 2, 1 were taken)"
+            return StepStats(False, {}, note, {first: "", second: "ratio"})
+
+    half, buffer = InPart(), Buffer(groups_per_step=3)
+
+    async def sync(trainer, engine):
+        return half.version
+
+    rollouts = Rollouts(0, 0.2)
+    asyncio.run(
+        loop.run(
+            endless(), buffer, attempt=rollouts.generate_group, score=rollouts.score, judge=rollouts.judge, prepare=as_is, trainer=half,
+            engine=None, devices=NoDevices(), sync=sync, algo=None, steps=range(2), milestone=nothing,
+        )
+    )  # fmt: skip
+    book = buffer.ledger()
+    assert book["trained"] == 2 and book["failed/ratio"] == 4
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from kits.flows import asked, engine, flow
 from kits.stepwise import drawn_of, killed, parted
 from rondel.core.errors import EngineError, UserError
 from rondel.core.types import Request, Sampling
-from rondel.generate.engine.resumption import generate_until_done
+from rondel.generate.engine.resumption import end_at_stop, generate_until_done
 from rondel.models.flow.transition import entropy, log_density, step_coefficients, step_mean
 from rondel.models.noise import draw_normal
 from rondel.models.packed_steps import PackedSteps
@@ -61,6 +61,18 @@ def test_a_chain_that_was_interrupted_before_its_first_step_is_drawn_as_if_nothi
 
     whole, cut = asyncio.run(ask(False)), asyncio.run(ask(True))
     assert cut.steps == whole.steps and cut.logprobs == whole.logprobs
+
+
+def test_a_chain_of_two_versions_is_still_told_as_its_point():
+    """Its tokens are numbers of steps, which no tokenizer reads."""
+
+    async def draw():
+        e = engine()
+        done = await e.generate(asked(1))
+        return await end_at_stop(e.loaded.tokenizer, replace(done, versions=[0, 0, 0, 1, 1, 1]), asked(1).sampling)
+
+    done = asyncio.run(draw())
+    assert [float(number) for number in done.text.split()] == pytest.approx(done.steps.drawn[-1].tolist(), abs=1e-3)
 
 
 def test_density_gradient_and_entropy_against_torch():

@@ -9,6 +9,7 @@ import base64
 import io
 import json
 import random
+import time
 from dataclasses import replace
 
 import httpx2
@@ -23,6 +24,7 @@ from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import Abort, Begin, Commit, Manifest, Request, Route, Sampling, TensorInfo
 from rondel.generate.engine.foreign import DrawnTokens, ForeignEngine
 from rondel.generate.engine.http import ServerClient
+from rondel.generate.engine.resumption import generate_until_done
 from rondel.generate.engine.sglang import SglangServer
 from rondel.generate.engine.sglang import drawn_tokens as sglang_piece
 from rondel.generate.engine.sglang import sampling_params as sglang_params
@@ -152,6 +154,28 @@ def test_an_abort_returns_what_is_written_and_what_waits():
     asyncio.run(work())
 
 
+def test_a_sample_that_goes_on_behind_an_abort_has_noise_of_its_own():
+    """With the seed of its first piece the server would draw the same noise a second time."""
+
+    async def work():
+        e, fake = engine()
+        whole = asyncio.create_task(generate_until_done(e.generate, ask(40)))
+        for pieces in (1, 2):
+            while len(fake.seeds) < pieces:
+                await asyncio.sleep(0)
+            for _ in range(8):
+                await asyncio.sleep(0)
+            await e.pause("abort")
+            await e.resume()
+        done = await whole
+        assert done.tokens == list(range(3, 43)) and len(fake.seeds) == 3
+        assert len(set(fake.seeds)) == len(fake.seeds)
+        with pytest.raises(EngineError, match="penalties cannot go on behind an interruption"):
+            await e.generate(replace(ask(4, presence_penalty=1.0), continuation=1))
+
+    asyncio.run(work())
+
+
 def test_a_folder_that_is_not_what_was_announced_leaves_the_old_version(tmp_path):
     async def work():
         e, fake = engine()
@@ -225,6 +249,12 @@ def test_what_cannot_be_true_is_said():
             await e.pause("hold")
         assert e.state == "serving"
         deaf.cancel()
+        begun = asyncio.create_task(e.generate(ask(20_000)))
+        await asyncio.sleep(0)
+        began = time.perf_counter()
+        await e.pause("drain")  # as long as the answer is: patience is for those that were interrupted
+        assert begun.done() and len(begun.result().tokens) == 20_000 and time.perf_counter() - began > e.patience
+        await e.resume()
         slow = Request([1], Sampling(max_tokens=10**6), deadline=0.02)
         with pytest.raises(StalledError, match=r"waits for fake since 0\.02 s; it had written"):
             await e.generate(slow)

@@ -353,6 +353,37 @@ def test_a_request_that_is_given_up_leaves_no_trace():
     )
 
 
+def test_replies_to_one_request_are_kept_together_or_not_at_all():
+    """The agent left while the second was written: the first, which it never read, was trained, and came first, so that
+    its text was what the reward judged.
+    """
+
+    class Half(Policy):
+        async def generate(self, request):
+            if len(self.requests) == 1:
+                self.requests.append(request)
+                await asyncio.Event().wait()
+            return await super().generate(request)
+
+    policy = Half("one", "-", "two")
+    s = session(policy)
+
+    async def play():
+        work = s.start_task(s.generate_replies(ChatRequest(ASK, n=2)))
+        while len(policy.drawn) < 1:
+            await asyncio.sleep(0)
+        for _ in range(9):
+            await asyncio.sleep(0)
+        work.cancel()
+        await asyncio.wait([work])
+        await ask(s, ASK)
+        with pytest.raises(RequestRefusal, match="prompt is too long"):
+            await s.generate_families([ChatRequest("what?"), ChatRequest("what is " * 9000)])
+
+    asyncio.run(play())
+    assert [said(t) for t in s.forest.leaf_trajectories()] == [ended("two")]
+
+
 def test_a_full_context_is_told_and_ends_the_branch_with_length():
     size = len(tok().apply_chat_template(ASK, add_generation_prompt=True, return_dict=False))
     s = session(Policy("seven."), max_context=size + 20)

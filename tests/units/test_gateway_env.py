@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 
+import anthropic
 import httpx2
 import openai
 import pytest
 
 from kits.chat import chat
-from kits.gateway import AGAIN, ASK, TASK, Policy, play, recorded, runs, tok
+from kits.gateway import ADD, AGAIN, ASK, TASK, TOOL, Policy, call, play, recorded, runs, tok
 from rondel.core.errors import ConfigError, EngineError, EnvError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import OutOfBudget, Score
@@ -322,6 +323,61 @@ def test_what_a_client_asks_of_the_sampling_is_told_once_and_not_done():
         stop()
     assert all(r.sampling.temperature == 1.0 and r.sampling.max_tokens == 5 for r in policy.requests)
     assert sorted(m.split(":")[0] for m in heard) == ["the agent asks for seed", "the agent asks for temperature"]
+
+
+def test_one_call_where_a_client_allows_one():
+    """Both APIs have a word for it, which was passed over in silence."""
+
+    def agent(task, base_url, api_key):
+        client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        for more, n in (({}, 2), ({"parallel_tool_calls": False}, 1)):
+            done = client.chat.completions.create(model="policy", messages=ASK, tools=[TOOL], **more)
+            assert len(done.choices[0].message.tool_calls) == n
+        claude = anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
+        one = {"type": "auto", "disable_parallel_tool_use": True}
+        tool = {"name": "add", "input_schema": ADD["parameters"]}
+        said = claude.messages.create(model="policy", max_tokens=200, messages=ASK, tools=[tool], tool_choice=one)
+        assert [block.type for block in said.content] == ["tool_use"]
+
+    play(agent, Policy(lambda text: call(a=1, b=2) + call(a=3, b=4)))
+
+
+def test_prompts_are_counted_each_and_none_is_empty():
+    """Of several prompts in one request the first alone was counted; an empty one was drawn from behind no token."""
+    policy = Policy(lambda text: "seven.")
+
+    def agent(task, base_url, api_key):
+        client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        for prompts in (["what?", ""], [[300], []]):
+            with pytest.raises(openai.BadRequestError, match="one of the prompts is empty"):
+                client.completions.create(model="policy", prompt=prompts)
+        usage = client.completions.create(model="policy", prompt=["what?", "what is three plus four?"]).usage
+        assert usage.prompt_tokens == sum(len(request.tokens) for request in policy.requests)
+        assert len(policy.requests) == 2 and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+    play(agent, policy)
+
+
+def test_half_a_character_has_no_bytes():
+    """They were those of the mark that stands for it; clients join the bytes of tokens to a text."""
+
+    def agent(task, base_url, api_key):
+        client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        told = client.chat.completions.create(model="policy", messages=ASK, logprobs=True).choices[0].logprobs.content
+        assert [one.bytes for one in told][:3] == [[ord("a")], None, None]
+
+    play(agent, Policy("a\u00e9"))
+
+
+def test_a_prompt_is_counted_with_the_system_message_that_the_run_puts_before_it():
+    def agent(task, base_url, api_key):
+        client = anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
+        counted = client.messages.count_tokens(model="policy", messages=ASK).input_tokens
+        assert counted == client.messages.create(model="policy", max_tokens=9, messages=ASK).usage.input_tokens
+
+    talk = chat(tok(), Policy("seven."), max_tokens=200, max_context=8192)
+    talk.system = "You are a helpful assistant."
+    asyncio.run(Gateway(function_agent(agent)).run(TASK, talk))
 
 
 # -- scores ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import pickle
 import threading
 
+import numpy as np
 import pytest
 
 import rondel
@@ -91,6 +92,34 @@ def test_sections_and_rows_of_another_shape_are_refused():
     for rows in (["2 + 2 ="], [5]):
         with pytest.raises(ConfigError, match="rows are dicts"):
             given_objects.name_objects(rows, "task.data")
+
+
+def test_a_data_frame_is_its_rows():
+    """Numbers as Python has them, and what is missing as null, which is refused where an answer is due."""
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"prompt": ["1+1=", "2+2="], "answer": [2, 4], "note": ["easy", float("nan")]})
+    source = find_registered("task", given_objects.name_objects(frame, "task.data")["kind"], {})
+    rows = [{"prompt": "1+1=", "answer": 2, "note": "easy"}, {"prompt": "2+2=", "answer": 4, "note": None}]
+    assert source() == rows and all(type(row["answer"]) is int for row in source())
+
+
+class Once:
+    async def run(self, task, chat):
+        return chat.trajectory
+
+
+@pytest.mark.parametrize("key", ["task.env", "task.reward", "task.filters"])
+def test_an_object_that_cannot_be_called_is_refused_with_its_class(tmp_path, key):
+    for given in (Once(), {"kind": Once()}):
+        with pytest.raises(ConfigError, match=rf"{key}.* is an object of Once.* give the class .*'kind': Once"):
+            Job.read(recipe(tmp_path), {key: [given] if key == "task.filters" else given})
+
+
+def test_numbers_of_numpy_are_the_numbers_that_they_are(tmp_path):
+    given = {"loop.steps": np.int64(7), "trainer.lr": np.float64(0.25), "task.eval.k": [np.int32(1)]}
+    job = Job.read(recipe(tmp_path), {**given, "model.path.tie_word_embeddings": np.bool_(True)})
+    told = [job.loop.steps, job.trainer.lr, job.task.eval.k[0], job.model.path["tie_word_embeddings"]]
+    assert told == [7, 0.25, 1, True] and [type(one) for one in told] == [int, float, int, bool]
 
 
 def test_the_version_is_that_of_the_package():

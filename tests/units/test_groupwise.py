@@ -124,9 +124,9 @@ class Grader:
         return [Failed("down") if self.down >= 0 else Score(float(t.text)) for t in trajectories]
 
 
-def group_of(tmp_path, pool, failures):
+def group_of(tmp_path, pool, failures, env=None):
     parts = SimpleNamespace(
-        job=tiny(tmp_path), sampling=Sampling(), env=Env(), pool=pool, rows=NO_ROWS, failures=failures
+        job=tiny(tmp_path), sampling=Sampling(), env=env or Env(), pool=pool, rows=NO_ROWS, failures=failures
     )
     return asyncio.run(Quiet(parts, group_size=4).generate_group(Slot(0, TASK, 0)))
 
@@ -141,6 +141,34 @@ def test_who_is_broken_or_scored_by_the_world_is_not_in_the_call(tmp_path):
         Score(5.0),
         Score(3.0),
     ]
+
+
+class Branching(Env):
+    """Each episode has a branch; that of sample 1 has a score of its own."""
+
+    async def run(self, task, chat):
+        number, self.begun = self.begun, self.begun + 1
+        root, branch = said(f"{number}"), said(f"{number}")
+        branch[0].score = Score(7.0) if number == 1 else None
+        return root + branch
+
+
+class Moody(Grader):
+    """Grades all but one at first, and otherwise when it is asked again."""
+
+    async def score_group(self, trajectories, task):
+        self.asked.append([t.text for t in trajectories])
+        if len(self.asked) == 1:
+            return [Score(-1.0) if t.text != "2" else Failed("down") for t in trajectories]
+        return [Score(float(t.text)) for t in trajectories]
+
+
+def test_branches_follow_their_episode_when_a_group_is_graded_again(tmp_path):
+    failures = FailureBudget(0.5, patience=60, first=0.001)
+    failures.recent.extend(["down"] * 100)
+    found = group_of(tmp_path, Moody(), failures, Branching())
+    assert [t.text for t in found.trajectories] == ["0", "0", "1", "1", "2", "2", "3", "3"]
+    assert [t.score.value for t in found.trajectories] == [0.0, 0.0, 1.0, 7.0, 2.0, 2.0, 3.0, 3.0]
 
 
 @pytest.mark.slow

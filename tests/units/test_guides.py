@@ -90,6 +90,27 @@ def test_a_demonstration_has_no_gap_to_the_engine():
     )
 
 
+def test_demonstrations_stand_beside_the_samples_of_the_row_that_asks_for_them(tmp_path):
+    """A source with a row of its own would train them as if the policy had drawn them."""
+    parts = build(tiny(tmp_path, algo__kind="luffy", algo__guides=1))
+    try:
+        parts.rows = replace(parts.rows, of={"elsewhere": (row("grpo"), 1.0)})
+        rollouts, task = rollouts_of(parts), parts.tasks.train[0]
+        other = replace(task, data=task.data | {"source": "elsewhere"})
+
+        async def policies(of: Task) -> list[str]:
+            return [t.policy for t in (await rollouts.generate_group(Slot(0, of, 0))).trajectories]
+
+        async def ask_both():
+            await parts.sync(parts.trainer, parts.engine)
+            return await policies(task), await policies(other)
+
+        beside, alone = asyncio.run(ask_both())
+    finally:
+        parts.close()
+    assert beside == ["policy"] * 4 + [DATA] and alone == ["policy"] * 4
+
+
 @pytest.mark.slow
 def test_beside_the_samples_stand_a_greedy_answer_and_demonstrations(tmp_path):
     """Neither is counted as the policy's; the greedy one is not trained, and its reward is the baseline."""

@@ -23,6 +23,7 @@ from rondel.cli.import_ import RecipeTable, import_config
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError
 from rondel.core.mesh import Mesh
+from rondel.core.types import Task, Trajectory
 from rondel.generate.envs.sources import load_tasks
 from rondel.importing import openrlhf, trl, verl
 from rondel.importing.openrlhf import OPENRLHF
@@ -34,6 +35,7 @@ from rondel.importing.translate import nest_lines, translate_config
 from rondel.importing.trl import TRL
 from rondel.importing.verl import VERL
 from rondel.runtime.telemetry.sinks import SINKS as TRACKERS
+from rondel.score import build_reward
 from rondel.train.annotate import advantages_of
 
 PEERS = {peer.name: peer for peer in (TRL, VERL, OPENRLHF)}
@@ -420,6 +422,63 @@ def test_steps_of_trl_are_moves_of_the_optimizer():
     assert {"run.checkpoint.every", "trainer.optimizer.warmup_steps"} <= {line.key for line in report.open_questions}
 
 
+def test_batches_of_trl_that_do_not_divide_are_asked_about():
+    for more, asks in (
+        ({"steps_per_generation": 6}, True),
+        ({"steps_per_generation": 2}, False),
+        ({"steps_per_generation": 2, "num_iterations": 2}, True),
+        ({"steps_per_generation": 8, "num_iterations": 2}, False),
+    ):
+        config = ALIVE["trl"] | {"gradient_accumulation_steps": 4, "num_processes": 2} | more
+        report = translate_config(TRL, config, ROWS)
+        assert any("do not divide" in line.ask for line in report.open_questions) == asks, more
+
+
+def test_evaluations_of_trl_draw_as_its_training_does():
+    """eval_steps is logging_steps where it is not set; num_generations_eval answers are drawn there."""
+    lines = said("trl", eval_strategy="steps", temperature=0.7, logging_steps=25)
+    assert (lines["task.eval.every"], lines["task.eval.sampling.temperature"]) == (25, 0.7)
+    report = translate_config(TRL, ALIVE["trl"] | {"eval_strategy": "epoch", "num_generations_eval": 4}, ROWS)
+    assert "counts steps" in report.missing["eval_strategy"] and "one answer" in report.missing["num_generations_eval"]
+    assert "task.eval.sampling.temperature" not in said("trl")
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("<think>a\nb</think>\nc", 1.0),
+        ("<think>a</think></think>", 1.0),
+        ("so <think>a</think>", 0.0),
+        ("\n<think>a</think>", 0.0),
+        ("<think>a</think><think>b</think>", 0.0),
+        ("<think>a", 0.0),
+    ],
+)
+def test_thoughts_of_trl_come_first_as_there(text, value):
+    """TRL: re.match(r"^<think>(?!.*<think>)(.*?)</think>.*$", text, DOTALL | MULTILINE)."""
+    reward = build_reward(said("trl", reward_funcs="think_format_reward")["task.reward"])
+    assert reward(Trajectory(text=text), Task("t", "e", {})) == value
+
+
+def test_weights_of_trl_without_a_reward_are_refused():
+    """zip would have left the second reward out."""
+    config = ALIVE["trl"] | {"reward_funcs": ["accuracy_reward", "think_format_reward"], "reward_weights": [1.0]}
+    with pytest.raises(ConfigError, match=r"1 numbers for 2 reward_funcs"):
+        translate_config(TRL, config, ROWS)
+
+
+def test_where_a_line_of_trl_looks_at_other_log_probabilities_it_says_so():
+    notes = {
+        line.key: line.note
+        for config in (
+            {"use_vllm": True, "beta": 0.1},
+            {"off_policy_mask_threshold": 0.5, "num_iterations": 2, "num_processes": 1},
+        )
+        for line in translate_config(TRL, ALIVE["trl"] | config, ROWS).lines
+    }
+    assert "policy / engine" in notes["algo.kl"] and "at each update" in notes["algo.correction"]
+
+
 def test_the_entropy_bonus_of_trl_acts_where_its_loss_does():
     """Their mean runs over the chosen tokens only, ours over all: coef / top. (Of 40
     tokens 10 are chosen: no rounding.)
@@ -499,6 +558,12 @@ def test_the_clip_ratio_of_verl_has_no_effect_beside_its_defaults():
         line.key: line.value for line in translate_config(VERL, wide | {"algorithm.adv_estimator": "grpo"}, ROWS).lines
     }
     assert lines["algo.surrogate.low"] == 0.3 and "algo.surrogate.high" not in lines
+
+
+def test_what_trl_cuts_off_a_draw_is_cut_off_here():
+    lines = said("trl", top_p=0.9, top_k=40, min_p=0.05)
+    assert [lines[f"engine.sampling.{name}"] for name in ("top_p", "top_k", "min_p")] == [0.9, 40, 0.05]
+    assert not {"engine.sampling.top_p", "engine.sampling.min_p"} & said("trl", top_p=1.0, min_p=None).keys()
 
 
 def test_codapo_of_verl_brings_its_focused_phase():
@@ -826,6 +891,35 @@ def test_of_two_names_of_one_key_the_later_counts():
     assert nest_lines(report.lines)["model"]["path"] == "b" and "says it again" in report.missing["pretrain"]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_an_old_name_at_its_default_says_nothing(first):
+    """A dump of a whole config has old names beside today's."""
+    for name, today, old, key, value in (
+        (
+            "trl",
+            ALIVE["trl"] | {"use_vllm": True, "vllm_importance_sampling_clip_max": 2.0},
+            {"vllm_importance_sampling_cap": None},
+            "algo.correction",
+            {"level": "sequence", "action": "mask", "high": 2.0},
+        ),
+        (
+            "verl",
+            {"reward.reward_model.enable": True, "reward.reward_model.model_path": "judge"},
+            {"reward_model.enable": None, "reward_model.model.path": None, "reward_model.reward_kwargs": {}},
+            "task.reward",
+            None,
+        ),
+    ):
+        whole_dump = old | today if first else today | old
+        report, plain = (translate_config(PEERS[name], config, ROWS) for config in (whole_dump, today))
+        one_fate_each(report, whole_dump)
+        lines = {line.key: line.value for line in report.lines}
+        assert lines == {line.key: line.value for line in plain.lines} and set(old) <= set(report.same)
+        assert value is None or value.items() <= lines[key].items()
+    alone = said("trl", **ALIVE["trl"], use_vllm=True, vllm_importance_sampling_cap=None)
+    assert alone["algo.correction"]["high"] == 3.0
+
+
 # -- the data and what stands around the loop ---------------------------------------------------------
 
 
@@ -954,6 +1048,22 @@ def test_yaml_json_and_the_command_line_of_trl_say_the_same(tmp_path):
     assert (
         launched["num_processes"] == 8 and launched["launcher --mixed_precision"] == "bf16" and launched["beta"] == 0.04
     )
+
+
+def test_a_switch_of_trl_that_is_turned_off_is_off():
+    line = "trl grpo --no_use_bias_correction_kl --use_vllm --no-vllm-importance-sampling-correction --beta 0.1"
+    given = read_config("trl", line)
+    off = {"use_bias_correction_kl": False, "vllm_importance_sampling_correction": False}
+    assert given == off | {"use_vllm": True, "beta": 0.1}
+    lines = nest_lines(translate_config(TRL, ALIVE["trl"] | given, ROWS).lines)["algo"]
+    assert "unbiased" not in lines["kl"] and "correction" not in lines
+
+
+@pytest.mark.parametrize("word", ["no", "False", "f", "0", "yes", "True", "t", "1"])
+def test_a_switch_of_trl_may_be_a_word(word):
+    given = read_config("trl", f"trl grpo --use_vllm {word} --mask_truncated_completions {word}")
+    on, lines = word in ("yes", "True", "t", "1"), said("trl", **ALIVE["trl"], **given)
+    assert lines["algo.mask_truncated"] is on and ("algo.correction" in lines) is on
 
 
 def test_nested_yaml_of_verl_and_its_overrides_say_the_same():

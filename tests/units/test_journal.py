@@ -14,6 +14,7 @@ from rondel.core.errors import CheckpointError, UserError
 from rondel.core.events import (
     Admitted,
     Checkpointed,
+    Checkpointing,
     Evaluating,
     Generating,
     GroupFinished,
@@ -117,6 +118,28 @@ def test_a_crash_between_a_checkpoint_and_its_line(tmp_path):
         journal.write(event)
     numbers = [e["number"] for e in read(tmp_path) if e["kind"] == "GroupFinished"]
     assert numbers == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["its line was written", "killed before its line"])
+def test_groups_that_finished_before_a_checkpoint_count_whenever_the_crash_came(tmp_path, named):
+    """Staleness 1: 1 and 2 have finished when the state is taken, and 3 finishes while it is being written."""
+    journal = Journal(tmp_path)
+    done = [GroupFinished(n, "t", 0, True, "", [0.0], [3]) for n in range(4)]
+    first = [
+        *(Admitted(n, "t", 0) for n in range(4)),
+        done[0],
+        StepDone(1, 1, {}, {}, {}),
+        *done[1:3],
+        Checkpointing(2),
+        done[3],
+        Admitted(4, "t", 1),
+    ]
+    ended = [Checkpointed(2, 2, "c", 0.1), StepDone(2, 2, {}, {}, {})] if named else []
+    for event in [*first, *ended, Resumed(2, 2, "c"), Admitted(4, "t", 1)]:
+        journal.write(event)
+    events = list(read(tmp_path))
+    assert [e["number"] for e in events if e["kind"] == "Admitted"] == [0, 1, 2, 3, 4]
+    assert [e["number"] for e in events if e["kind"] == "GroupFinished"] == [0, 1, 2]
 
 
 def test_a_torn_last_line_is_ignored_and_then_cut_off(tmp_path):

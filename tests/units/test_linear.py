@@ -143,8 +143,9 @@ def test_what_few_numbers_of_rows_showed_holds_for_all():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("by_mkl", [False, True])
 def test_gradients_by_either_library(dtype, by_mkl, monkeypatch):
-    """x @ w and xᵀ @ g of tokens against fp64, into an accumulator and without one."""
+    """x @ w and xᵀ @ g of tokens against fp64, into an accumulator and without one, of more outputs than are taken at once."""
     monkeypatch.setattr(linear, "_is_faster_by_mkl", lambda a, b: by_mkl)
+    monkeypatch.setattr(linear, "ROWS", 16)
     x, w, up = (
         numbers(2, 35, 40, dtype=dtype),
         numbers(24, 40, seed=1, dtype=dtype),

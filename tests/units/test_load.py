@@ -7,15 +7,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from kits.engine import SIZE, plain_logits, prompt, tiny
+from kits.fakes import Heard
 from rondel.core.config.job import Job
 from rondel.core.errors import ModelError
+from rondel.core.events import Warned
 from rondel.models import linear, load, names, processor
 from rondel.models import model_folder as folders
 from rondel.models.load import load_model, pick_dtype
@@ -117,6 +121,53 @@ def test_a_folder_with_half_a_model_is_one_readable_error(tmp_path):
     os.truncate(tmp_path / "model.safetensors", 1000)
     with pytest.raises(ModelError, match="loading the model"):
         load_model(str(tmp_path), dtype="float32")
+
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("missing", f"lacks 1 of the weights of a LlamaForCausalLM, first {DOWN}, which would be random numbers"),
+        ("whole numbers", f"holds {DOWN} in I8, and config.json has no quantization_config"),
+        ("8 bits", f"holds {DOWN} in F8_E4M3, and config.json has no quantization_config"),
+        ("another shape", f"holds {DOWN} as"),
+    ],
+)
+def test_a_checkpoint_whose_weights_are_not_the_models(tmp_path, kind, says, deferred):
+    """Each of these was loaded without a word: drawn at random, or cast without its scales."""
+    save_model(tiny(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    w = tensors.pop(DOWN)
+    changed = {
+        "missing": {},
+        "whole numbers": {DOWN: (100 * w).to(torch.int8)},
+        "8 bits": {DOWN: w.to(torch.float8_e4m3fn)},
+        "another shape": {DOWN: w.t().contiguous()},
+    }
+    save_file(tensors | changed[kind], tmp_path / "model.safetensors", metadata={"format": "pt"})
+    says = "RuntimeError" if kind == "another shape" and not deferred else says  # transformers' own words
+    with pytest.raises(ModelError, match=re.escape(says)):
+        loaded = load_model(str(tmp_path), dtype="float32", deferred=deferred)
+        assert loaded.weights is not None  # its shapes are compared as they are read
+        loaded.weights.read(DOWN, w.shape, w.dtype)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_layers_that_a_config_does_not_count_are_told(tmp_path, deferred):
+    save_model(tiny("llama", **SIZE | {"num_hidden_layers": 3}), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("layer_types", None)
+    for guesses, told in ((0, 1), (2, 0)):
+        (tmp_path / "config.json").write_text(
+            json.dumps(config | {"num_hidden_layers": 1, "num_nextn_predict_layers": guesses})
+        )
+        with Heard(Warned) as heard:
+            load_model(str(tmp_path), dtype="float32", deferred=deferred)
+        assert len(heard) == told, heard
+        assert not told or "model.layers.1 to 2 are left out of a model of 1" in heard[0].message
 
 
 def test_an_unknown_dtype_is_an_error():

@@ -102,7 +102,10 @@ def test_a_trainer_gives_the_reference_back_after_each_pass(tmp_path, monkeypatc
     monkeypatch.setattr(offload, "LEAST_MAPPED", 0)
     algo = resolve_algorithm({"kind": "grpo", "kl": {"coef": 0.1}})
     t = trainer(model("llama"), algo, start_probe=4, folder=str(tmp_path))
-    given, release = [], t.offload.mapped.release
-    monkeypatch.setattr(t.offload.mapped, "release", lambda: (given.append(1), release()))
+    packed, release = [], t.offload.mapped.release
+    monkeypatch.setattr(
+        t.offload.mapped, "release", lambda: (packed.append(t.start.head.stack.packed_bytes), release())
+    )
     step(t, batch(awkward_groups(), algo), algo)
-    assert len(given) == 2, "after the reference's log-probabilities, and after the KL that the step shows"
+    assert len(packed) == 2, "after the reference's log-probabilities, and after the KL that the step shows"
+    assert t.start.head.stack.packed_bytes == 0, f"a copy of its head stays; while it computed it had {packed} bytes"

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from kits.run_folder import evaluated, finished, group, step_events
-from rondel.core.errors import ConfigError
+from kits.runs import events, run
+from rondel.core.errors import ConfigError, WorkerError
 from rondel.core.events import (
     Evaluating,
     Generating,
@@ -115,6 +116,27 @@ def test_what_a_resume_repeats_is_not_counted_twice():
     assert rows[0]["generate/tokens"] == 2 * 4 * 8
 
 
+def test_who_was_late_is_counted_in_the_step_and_phase_in_which_it_was():
+    """Two supervised steps of 8 groups, then steps of 4 with one late each; a resumed run, whose ledger counts from the
+    beginning, does not know the step before."""
+    told: list[float | None] = []
+    reader = StepMetrics(lambda step, row: told.append(row.get("loop/late_fraction")))
+
+    def end_step(step: int, trained: int, late: int, *, supervised: bool = False) -> None:
+        reader.on_event(GroupFinished(step, "t", 0, True, "", [1.0], [3], supervised=supervised))
+        ledger = {"issued": trained + late, "trained": trained, "in_flight": 0, "filtered/late": late}
+        reader.on_event(StepDone(step, step, {}, {"step": 1.0}, ledger))
+
+    end_step(1, 8, 0, supervised=True)
+    end_step(2, 16, 0, supervised=True)
+    end_step(3, 4, 1)
+    end_step(4, 8, 2)
+    reader.on_event(Resumed(4, 4, "checkpoints/step-000004"))
+    end_step(5, 12, 2)
+    end_step(6, 16, 3)
+    assert told == [None, None, 0.2, 0.2, None, 0.2]
+
+
 def test_the_schema_has_a_stage_a_unit_and_a_meaning():
     for name, (unit, what) in SCHEMA.items():
         assert (
@@ -150,6 +172,46 @@ def test_a_resume_doubles_nothing_in_any_sink(tmp_path, kind):
     sink.write(0, {"a/b": 7.0})
     sink.close()
     assert read_back(kind, tmp_path) == [(0, {"a/b": 7.0})]
+
+
+def test_a_run_that_goes_back_without_ending_doubles_nothing(tmp_path):
+    """It lost a rank of its trainer after step 2 and goes on from its beginning."""
+    lost = [WorkerError("worker trainer-0 ended")]
+
+    def lose_rank(event):
+        if event.step == 2 and lost:
+            raise lost.pop()
+
+    end = subscribe(lose_rank, StepDone)
+    kinds = ["csv", "jsonl", "tensorboard"]
+    try:
+        run(tmp_path / "run", loop__warmup__steps=0, loop__steps=3, loop__groups_per_step=2, run__sinks=kinds)
+    finally:
+        end()
+    assert not lost and len(events(tmp_path / "run", "Resumed")) == 1
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "time/step" in row] == [1, 2, 3]
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        assert [int(r["step"]) for r in csv.DictReader(file) if r["name"] == "time/step"] == [1, 2, 3]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    told = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload().Scalars("time/step")
+    assert [scalar.step for scalar in told] == [1, 2, 3]
+
+
+def test_a_resume_in_the_same_second_is_read_behind_what_it_follows(tmp_path, monkeypatch):
+    """Event files are read by their names, in which the tenth of a process stands before its ninth."""
+    from tensorboard.summary.writer import event_file_writer
+
+    count = event_file_writer.AtomicCounter(9)
+    monkeypatch.setattr(event_file_writer, "_global_uid", count)
+    for after, value in ((-1, 1.0), (-1, 7.0)):
+        [sink] = open_sinks(["tensorboard"], tmp_path, after=after)
+        sink.write(0, {"a/b": value})
+        sink.close()
+    assert (
+        read_back("tensorboard", tmp_path) == [(0, {"a/b": 7.0})] and len([*(tmp_path / "tensorboard").iterdir()]) == 2
+    )
 
 
 def test_torn_lines_of_text_sinks_are_dropped(tmp_path):

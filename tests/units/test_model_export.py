@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from types import ModuleType
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from kits.run_folder import evaluated
 from kits.runs import run
 from rondel.cli import main
-from rondel.runtime.telemetry.model_card import licence_of_base, render_model_card
+from rondel.runtime.telemetry.model_card import licence_of_base, render_model_card, write_model_card
 
 
 class StubApi:
@@ -94,10 +95,32 @@ def test_the_card_names_base_data_algorithm_and_figures_of_the_step():
     card = render_model_card(recipe, events, 2, name="me/model", kind="adapter")
     assert card.startswith("---\nbase_model: org/base\nlibrary_name: peft\n") and "AutoPeftModelForCausalLM" in card
     assert "50.0%" in card and "20.0%" in card and "90.0%" not in card and "dapo" in card and "digits" in card
+    assert "could not be scored" not in card
+    events[1]["request"] = {"failed": 9}
+    assert "9 answers could not be scored and count as 0" in render_model_card(recipe, events, 2, name="me/model")
     assert "not evaluated" in render_model_card({}, [], 2, name="x") and "vllm serve x" in render_model_card(
         {}, [], 2, name="x"
     )
     assert "base_model" not in render_model_card({"model": {"path": {"random": "llama"}}}, [], 2, name="x")
+    world = {"task": {"env": {"kind": "control"}, "reward": "number"}}  # as a run writes its recipe, defaults and all
+    assert "| reward | what the world pays |" in render_model_card(world, [], 2, name="x", kind="control")
+    below = render_model_card({"task": {"system": 'a "b"'}}, [], 2, name="x", kind="flow")
+    assert '[{"role": "system", "content": "a \\"b\\""}, {"role": "user", "content": prompt}]' in below
+    assert '"instruction": "...", "system": "kind"}' in render_model_card(
+        {"task": {"system": "kind"}}, [], 2, name="x", kind="vla"
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "way"),
+    [("org/base", "AutoPeftModel"), (".", "AutoPeftModel"), (None, "rondel merge"), ("smollm2-135m", "rondel merge")],
+)
+def test_an_adapter_whose_base_peft_cannot_load_is_merged(tmp_path, base, way):
+    """That of a random model lies nowhere, and Rondel knows names that peft does not."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    card = write_model_card(tmp_path / "run", 1, tmp_path)
+    assert "library_name: peft" in card and "LoRA adapter" in card
+    assert [way in card for way in ("AutoPeftModel", "rondel merge")] == [way == "AutoPeftModel", way == "rondel merge"]
 
 
 @pytest.mark.parametrize(

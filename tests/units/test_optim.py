@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from kits.train import awkward_groups, batch, bits, model, row, step, trainer
+from rondel.planner.memory import WHOLE_MASTERS
+from rondel.train import optim
 from rondel.train.checkpoint import load_trainer, save_trainer
-from rondel.train.optim import MasterWeights, learning_rate, spread_within_rounding
+from rondel.train.optim import PART, MasterWeights, learning_rate, spread_within_rounding
 from rondel.train.settings import TrainSettings
 from rondel.train.step_metrics import StepMetricSums
 
@@ -45,6 +47,33 @@ def loss_of(module: nn.Module, seed: int) -> torch.Tensor:
 def make(dtype: torch.dtype, **knobs) -> tuple[Tied, MasterWeights]:
     module = Tied(dtype)
     return module, MasterWeights(module, **{"betas": (0.9, 0.99), "weight_decay": 0.1, **knobs})
+
+
+@pytest.mark.parametrize("part", [PART, 45, 1])
+def test_between_two_steps_a_bf16_weight_is_half_of_its_master(part, monkeypatch):
+    """Steps with masters that stay whole have the same bits, and so has what a checkpoint reads; however many masters a
+    step joins at a time."""
+    assert PART == WHOLE_MASTERS, "what the planner bills for a step"
+    monkeypatch.setattr(optim, "PART", part)
+    (module, weights), (whole_module, whole) = make(torch.bfloat16), make(torch.bfloat16)
+    whole.keep_whole()
+    for n in range(12):
+        for one, masters in ((module, weights), (whole_module, whole)):
+            masters.zero_grad()
+            loss_of(one, n).backward()
+            masters.step(lr=(1e-2, 0.0)[n == 5], clip=1.0, norm=masters.gradient_norm())
+        told = [weights.read_master(i) for i in range(3)]
+        assert all(torch.equal(a, b) for a, b in zip(told, whole.masters))
+        assert all(torch.equal(a, b) for a, b in zip(weights.compute, whole.compute))
+        assert sum(t.nbytes for t in weights.state_tensors()["masters"]) == 2 * sum(weights.sizes)
+        assert all(m.untyped_storage().nbytes() == 4 for m in weights._masters), "they have no room of their own"
+        assert sum(t.nbytes for t in whole.state_tensors()["masters"]) == 4 * sum(weights.sizes)
+        assert len(weights._parts()) == {PART: 1, 45: 2, 1: 3}[part]
+    weights.load_masters({name: 2 * t for name, t in zip(weights.names, told)})
+    assert all(torch.equal(weights.read_master(i), 2 * t) for i, t in enumerate(told))
+    assert sum(t.nbytes for t in weights.state_tensors()["masters"]) == 2 * sum(weights.sizes)
+    assert all(torch.equal(m, 2 * t) for m, t in zip(weights.masters, told)), "who asks for them has them whole"
+    assert sum(t.nbytes for t in weights.state_tensors()["masters"]) == 4 * sum(weights.sizes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

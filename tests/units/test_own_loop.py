@@ -7,6 +7,7 @@ import pytest
 
 import rondel
 from kits.runs import FAST, RECIPE
+from rondel.assemble.own_loop import _complete_job
 from rondel.core.errors import UserError
 from rondel.core.types import Group, Score, Task
 from rondel.train.pack import batch_of
@@ -80,6 +81,41 @@ def test_a_state_goes_on_with_equal_bits_and_the_model_is_saved(tmp_path):
         assert sum(p.numel() for p in saved.parameters()) >= weights(one).size
 
 
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+def test_a_second_move_on_the_same_answers_is_clipped_as_the_second_epoch_of_a_step(kind):
+    """Each move over all answers, as `loop.epochs = 2` makes them: the ratio starts where the answers were drawn."""
+    rest = {"algo": {"kind": kind}, "trainer": {"lr": 3e-2}}
+    with small(**rest) as by_hand, small(**rest, loop={"epochs": 2}) as whole:
+        answers = by_hand.sample(ASK[:2], SAMPLING)
+        for _ in range(2):
+            told = by_hand.forward_backward(answers, rewarded(answers))
+            by_hand.optim_step()
+        groups = [Group(i, Task(str(i), "own", {}), list(g), 0) for i, g in enumerate(answers)]
+        for group, numbers in zip(groups, rewarded(answers)):
+            for t, number in zip(group.trajectories, numbers):
+                t.score = Score(number)
+        asyncio.run_coroutine_threadsafe(whole._trainer.step(batch_of(groups), whole.algo), whole._loop).result()
+        assert told["train/clip_fraction"] > 0.1 and told["train/ratio_max_deviation"] > 0.2
+        np.testing.assert_allclose(weights(by_hand), weights(whole), atol=1e-4)
+
+
+def test_the_first_moves_have_the_rate_that_the_trainer_names():
+    """The recipe has a supervised phase at 0.003, which a loop by hand does not have."""
+    with small(trainer={"lr": 0.01}) as trainer:
+        answers = trainer.sample(ASK[:1], SAMPLING)
+        trainer.forward_backward(answers, rewarded(answers))
+        assert trainer.optim_step()["train/lr"] == 0.01
+
+
+def test_a_schedule_is_refused_and_tables_that_say_little_are_completed():
+    for tables in ({"trainer": {"schedule": "cosine"}}, {}):
+        with pytest.raises(UserError, match="needs to know the last step"):
+            rondel.Trainer({"model": {"path": "m"}} | tables, **({} if tables else {"trainer": {"schedule": "linear"}}))
+    job = _complete_job({"model": {"path": "m"}, "loop": {"seed": 3}, "run": {"sinks": []}}, {}, "folder")
+    assert (job.loop.seed, job.loop.steps, job.run.folder) == (3, 1, "folder")
+    assert _complete_job({"model": {"path": "m"}, "loop": {"passes": 2}}, {}, "folder").loop.passes == 2
+
+
 def test_what_would_not_be_true_is_refused():
     with small() as trainer:
         answers = trainer.sample(ASK[:2], SAMPLING)
@@ -87,19 +123,30 @@ def test_what_would_not_be_true_is_refused():
             trainer.optim_step()
         with pytest.raises(UserError, match="one number for each answer"):
             trainer.forward_backward(answers, [[1.0]])
+        with pytest.raises(UserError, match="one number for each answer"):
+            trainer.forward_backward(answers, [1.0, 0.0])
+        for wrong, told in ((None, "is None"), (float("nan"), "is nan"), ("1", "is str")):
+            rewards = [[1.0 for _ in group] for group in answers]
+            rewards[1][0] = wrong
+            with pytest.raises(UserError, match=rf"rewards\[1\]\[0\] {told}: give a finite number"):
+                trainer.forward_backward(answers, rewards)
         with pytest.raises(UserError, match="nothing to train on"):
             trainer.forward_backward(answers)
         greedy = trainer.sample(ASK[:1], rondel.Sampling(temperature=0, max_tokens=2))
         with pytest.raises(UserError, match="the policy did not draw them"):
             trainer.forward_backward(greedy, [[1.0]])
-        for wrong in (rondel.Sampling(temperature=0.5), rondel.Sampling(min_p=0.2)):
+        for wrong in (rondel.Sampling(temperature=0.5), rondel.Sampling(repetition_penalty=1.2)):
             with pytest.raises(UserError, match="trained at temperature 1"):
                 trainer.sample(ASK, wrong)
         with pytest.raises(UserError, match="give a list of them"):
             trainer.sample("3+4=")
     with pytest.raises(UserError, match="this trainer is closed"):
         trainer.sample(ASK)
-    for wrong in ({"place": {"kind": "split"}}, {"algo": {"kind": "ppo"}}):
+    for wrong in (
+        *({"place": {"kind": "split"}}, {"algo": {"kind": "ppo"}}, {"algo": {"kind": "rae"}}),
+        *({"algo": {"kind": "remax"}}, {"algo": {"kind": "ngu"}}),
+        *({"algo": {"entropy": {"coef": 0.01, "target": 2.0, "delta": 1e-3}}}, {"algo": {"beside": [{"kind": "sft"}]}}),
+    ):
         with pytest.raises(UserError, match=r"use rondel\.run"), small(**wrong) as trainer:
             answers = trainer.sample(ASK[:1], SAMPLING)
             trainer.forward_backward(answers, rewarded(answers))

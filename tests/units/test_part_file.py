@@ -1,5 +1,6 @@
 """A file that several ranks write has the numbers that one would write."""
 
+import os
 import random
 from pathlib import Path
 
@@ -8,7 +9,16 @@ import torch
 from safetensors.torch import load_file
 
 from rondel.core.tensor_parts import IndexRun, TensorPart
-from rondel.train.part_file import PartFile, StoredTensor, assign_owners, own_pieces, slice_box, whole_shape
+from rondel.train import part_file
+from rondel.train.part_file import (
+    PartFile,
+    StoredTensor,
+    assign_owners,
+    own_pieces,
+    slice_box,
+    whole_pieces,
+    whole_shape,
+)
 
 
 def deal(tensor: torch.Tensor, ranks: int, draw: random.Random) -> list[tuple[TensorPart, torch.Tensor]]:
@@ -80,3 +90,29 @@ def test_the_pieces_are_asked_for_to_their_end_whatever_the_disk_says(tmp_path):
     assert len(asked) == 3
     file.write(None, (asked.append(1) or piece for piece in pieces))
     assert len(asked) == 6 and not list(Path(tmp_path).iterdir())
+
+
+def test_a_writer_waits_for_its_disk_on_the_way_and_not_for_all_bytes_at_the_end(tmp_path, monkeypatch):
+    """A process shows no progress while it waits, and one that shows none for a minute is ended as stuck."""
+    dirty, waits, write = 0, [], os.pwrite
+
+    def counted(fd, data, at):
+        nonlocal dirty
+        dirty += (done := write(fd, data, at))
+        return done
+
+    def synced(fd):
+        nonlocal dirty
+        waits.append(dirty)
+        dirty = 0
+
+    monkeypatch.setattr(part_file, "AHEAD", 4096)
+    monkeypatch.setattr(os, "pwrite", counted)
+    monkeypatch.setattr(os, "fsync", synced)
+    draw = torch.Generator().manual_seed(0)
+    tensors = {f"t{i}": torch.randn(n, generator=draw) for i, n in enumerate((3, 5000, 1, 700, 1024))}
+    file = PartFile([StoredTensor.whole(name, t.dtype, t.shape) for name, t in tensors.items()])
+    file.create(tmp_path / "whole")
+    file.write(tmp_path / "whole", whole_pieces(tensors.items()))
+    assert max(waits) <= 4096 and sum(waits) == sum(t.nbytes for t in tensors.values()) and dirty == 0
+    assert all(torch.equal(t, tensors[name]) for name, t in load_file(tmp_path / "whole").items())

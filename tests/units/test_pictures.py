@@ -214,6 +214,8 @@ def test_a_row_brings_its_image_as_path_bytes_or_picture(tmp_path):
     assert [p["type"] for p in task.data["messages"][0]["content"]] == ["image", "text", "image", "text"]
     with pytest.raises(DataError, match="row 1: the field 'pictures' holds an image; say image = 'pictures'"):
         load_tasks({"kind": "parquet", "path": str(tmp_path / "t.parquet")}, env="x")
+    digest = {"prompt": "1", "answer": "2", "digest": b"\x00\x01abc"}
+    assert load_tasks({"kind": "list", "rows": [digest]}, env="x").train[0].data == digest, "bytes, and no picture"
     with pytest.raises(DataError, match=r"t.jsonl:1: no image at .*/b.png"):
         file.write_text(json.dumps({"prompt": "what?", "answer": "1", "image": "b.png"}))
         load_tasks({"kind": "jsonl", "path": str(file), "image": "image"}, env="x")

@@ -116,6 +116,7 @@ NO_TRAINING = "[stages.idle]\nloop = { steps = 0 }\nmodel = { path = 'gpt2' }"
         ('kind = "opd"', 'kind = "grpo"', r"stages.student: model.teacher has no effect"),
         ("[stages.math]", "[stages.math]\nrun = { folder = 'x' }", r"the folder of a stage is out/math"),
         ("[stages.exam]", "[stages.exam]\nalgo = { kind = 'opd' }", r"stages.exam.algo has no effect"),
+        ("[stages.exam]", "[stages.exam]\nloop = { seed = 1, steps = 3 }", r"stages.exam.loop.steps has no effect"),
         ('model = "stage:student"', 'model = { path = { random = "llama" } }\nrecipe = "start.toml"', r"exam.model is made of random"),
         ("[stages.math]", "[stages.logs]", r"cannot be called 'logs'"),
         ('reward = "number"', 'reward = "my:reward"', r"stages.start: .*my"),

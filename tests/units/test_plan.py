@@ -52,6 +52,17 @@ def test_a_recipe_and_what_if(capsys):
     assert told["model"]["parameters"] == model_shape("70b").parameter_count
 
 
+def test_shared_devices_are_as_many_as_there_are_ranks(capsys):
+    """place.kind = "shared" with four ranks: a rank of the trainer and an engine on each of four devices."""
+    words = (str(RECIPE), "--place.ranks=4", "--place.device=cuda", "--json")
+    told = json.loads(ask(capsys, *words)[1])
+    alone = json.loads(ask(capsys, str(RECIPE), "--place.device=cuda", "--json")[1])
+    devices = told["devices"]
+    assert (devices["count"], devices["train"], devices["generate"], devices["place"]) == (4, 4, 4, "shared")
+    moments, whole = (t["memory"][0]["rows"]["moments"]["train"] for t in (told, alone))
+    assert moments == pytest.approx(whole / 4, rel=0.01)
+
+
 def test_the_table_says_what_dominates(capsys):
     code, out, _ = ask(capsys, "--what-if", "model=70b gpus=64 output=16k group=8 prompts=256")
     assert code == 0 and "too much; activations is" in out

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,26 +21,30 @@ from kits.engine import SIZE, ask, engine, plain_logprobs, prompt, twin
 from kits.engine import tiny as tiny_model
 from kits.runs import balances, check, events, run, run_and_die, steps, tiny
 from kits.sweeps import covering
-from kits.sync import Publisher
+from kits.sync import Publisher, wrote
 from kits.train import batch, bits, model, row, step, trainer, trajectory
+from kits.virtual_time import VirtualClockLoop
 from rondel.assemble import check as check_recipe
 from rondel.assemble.facts import devices_of, planned_memory
+from rondel.cli import main
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError, EngineError, LawError, SyncError
 from rondel.core.types import Commit, Completion, Group, Manifest, Route, Sampling, Score, Task, TensorInfo
 from rondel.driver.checkpoint_evaluation import evaluate_checkpoint
 from rondel.generate.engine.multi_policy import MultiPolicyEngine
+from rondel.generate.engine.router import EngineRouter
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.episode import assign_parents, join_episodes
 from rondel.planner.memory import memory_bills
 from rondel.planner.workload import of_job
+from rondel.runtime.devices import SharedDevice, SharedDevices
 from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import SCHEMA, metric_meaning
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.multi_policy import MultiPolicyTransport
 from rondel.sync.update import WeightUpdate
-from rondel.train.multi_policy import MultiPolicyTrainer
+from rondel.train.multi_policy import MultiPolicyMemory, MultiPolicyTrainer
 from rondel.train.pack import TrainBatch
 
 ROOT = Path(__file__).parents[2]
@@ -198,6 +204,20 @@ def test_a_step_that_one_policy_refuses_is_no_whole_step():
     before = bits(both.each["critic"])
     stats = asyncio.run(both.step(TrainBatch(batch(groups, algo).samples), algo))
     assert not stats.stepped and stats.note.startswith("reward of 'critic': ") and bits(both.each["critic"]) == before
+    assert stats.note.endswith("('policy' took theirs)") and both.each["policy"].moved
+    assert stats.outcomes == {0: "", 1: ""}  # the other policy learned from both
+
+
+def test_of_a_step_that_one_policy_refuses_the_ledger_books_what_the_other_one_learned():
+    """Group 0 has both policies, group 1 the refusing one alone."""
+    algo, groups = row("grpo"), two_sided()
+    groups[0].trajectories[1].score = Score(float("nan"))
+    groups[1:] = of(groups[1:], "critic")
+    both = MultiPolicyTrainer({"policy": trainer(model(), algo), "critic": trainer(model(), algo)})
+    stats = asyncio.run(both.step(TrainBatch(batch(groups, algo).samples), algo))
+    assert stats.outcomes == {0: "", 1: "reward of 'critic'"}
+    silent = asyncio.run(both.step(TrainBatch(batch(groups[1:], algo).samples), algo))
+    assert silent.stepped and silent.outcomes == {1: ""} and not silent.note
 
 
 # -- versions, interruption, the folder --------------------------------------------------------------
@@ -248,7 +268,7 @@ def test_a_token_of_a_version_that_its_policy_never_had_is_a_broken_law():
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_to_the_same_bits_and_its_folder_holds_every_policy(tmp_path):
+def test_an_interrupted_run_goes_on_to_the_same_bits_and_its_folder_holds_every_policy(tmp_path, capsys):
     """Aligned: in which batch a turn is computed depends on when the turn before it ended, and so on the clock."""
     settings = dict(
         loop__steps=3,
@@ -268,6 +288,11 @@ def test_an_interrupted_run_goes_on_to_the_same_bits_and_its_folder_holds_every_
     assert all(balances(e["ledger"]) for e in events(tmp_path / "killed", "StepDone"))
 
     newest = sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))[-1]
+    for source, left in ((newest, True), (newest / "policies" / "critic", False)):
+        with pytest.raises(SystemExit) as ended:
+            main(["export", str(source), str(tmp_path / f"exported-{source.name}")])
+        said = f"'critic' has weights of its own: rondel export {newest / 'policies' / 'critic'} "
+        assert not ended.value.code and (said in capsys.readouterr().out) == left, "it is told what was left"
     ids = prompt(3, 12, vocab=40)
     for folder in (newest, newest / "policies" / "critic"):
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
@@ -367,6 +392,32 @@ def test_when_one_policy_fails_nothing_is_mixed(tmp_path, at):
         assert [versions for _, versions in after] == [{1}, {1}] and after != before
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "shared, join",
+    [(SharedDevice, MultiPolicyEngine), (SharedDevices, partial(EngineRouter, max_inflight=4))],
+    ids=["policies", "router"],
+)
+def test_engines_stand_still_for_as_long_as_the_trainer_of_a_shared_device_takes(shared, join):
+    """An hour, in which one that went on would draw from weights that are half of one version and half of the next."""
+    engines = {name: engine(tiny_model(seed=seed)) for seed, name in enumerate(("policy", "critic"))}
+    idle = SimpleNamespace(offload=MultiPolicyMemory({}))
+    devices = shared(join(engines), idle)
+
+    async def main():
+        asked = [asyncio.create_task(e.generate(ask(prompt(1, 9), n=20))) for e in engines.values()]
+        for e in engines.values():
+            await wrote(e, 2)
+        async with devices.parked(), devices.training():
+            written = [e.scheduler.running[0].written for e in engines.values()]
+            await asyncio.sleep(3600)
+            assert [(await e.status()).state for e in engines.values()] == ["held", "held"]
+            assert [e.scheduler.running[0].written for e in engines.values()] == written
+        assert [len((await one).tokens) for one in asked] == [20, 20]
+
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        runner.run(main())
 
 
 def test_each_policy_must_move_when_it_was_moved():

@@ -33,6 +33,7 @@ from rondel.core.repository_files import RepositoryFile
 from rondel.core.sandbox_types import CommandResult
 from rondel.core.types import Task
 from rondel.generate.envs.episode import EpisodeState
+from rondel.generate.envs.episode_budget import EpisodeBudget
 from rondel.generate.envs.repository.grader import grade, known_sums, reward_in, split_changes
 from rondel.generate.envs.repository.reader import load_task
 from rondel.generate.envs.repository.self_check import check_in_boxes
@@ -236,6 +237,24 @@ def test_a_command_line_agent_works_in_the_box_and_asks_the_policy_over_http(tmp
     assert SUMS.strip() in text and (tmp_path / "log" / "000000.jsonl").read_text().count("\n") == 1
     with pytest.raises(EnvError, match=r"(?s)ended with exit code 1: .*FileNotFoundError.*nothing"):
         play(task, "nothing.py", MENDED, env=env)
+
+
+@pytest.mark.slow
+@needs_walls
+def test_the_files_of_an_agent_that_fails_without_its_budget_are_graded(tmp_path):
+    """It is refused an answer, and ends with exit code 1: the task's reward was asked for a score in place of the
+    tests, and read a number in what the policy had said.
+    """
+    pytest.importorskip("starlette")
+    plain_task(tmp_path / "tasks")
+    write_files(tmp_path / "agent", {"agent.py": f'{AGENT}\nask("Is it right?")\n'})
+    env, task = (
+        environment(agent=["python3", "{files}/agent.py"], agent_files=tmp_path / "agent"),
+        the_task(tmp_path / "tasks"),
+    )
+    for text, worth in ((MENDED, 1.0), (SUMS, 0.0)):
+        found, _ = play(task, "sums.py", text, env=env, episode=EpisodeState(budget=EpisodeBudget(turns=2)))
+        assert found[0].score.value == worth and found[0].score.parts
 
 
 class CountedBoxes(Sandbox):

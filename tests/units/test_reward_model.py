@@ -8,23 +8,27 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from kits.chat import spaced_tokenizer
 from kits.chat import tokenizer as chat_tokenizer
 from kits.engine import tiny
 from kits.forked_rewards import fork_reward_workers
 from kits.reward_models import FAMILIES, saved
 from rondel.algos.turn_advantages import StepGroups, TurnGae, Turns
 from rondel.core.errors import ConfigError, RewardError
-from rondel.core.types import Completion, Failed, Group, Sampling, Score, Task, Trajectory
+from rondel.core.types import Completion, Failed, Group, Sampling, Score, Task, Trajectory, Turn
 from rondel.generate.envs.chat import TokenChat
 from rondel.score import build_reward
 from rondel.score.answer_text import asked_of, turns_of
 from rondel.score.pool import RewardPool
-from rondel.score.process import steps_of
+from rondel.score.process import ProcessReward, steps_of
+from rondel.text.tokenization import special_tokens
 from rondel.train.pack import batch_of
 
 TEMPLATE = "{question}\n{answer}"
@@ -148,6 +152,36 @@ def test_a_reward_model_reads_what_tools_and_users_said(tmp_path):
     )
 
 
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_steps_have_the_tokens_of_the_whole_text(scheme):
+    """Also for a tokenizer that begins every text with a space."""
+    tok = spaced_tokenizer(scheme)
+    reward = ProcessReward.__new__(ProcessReward)
+    reward.model, reward.separator = SimpleNamespace(special=special_tokens(tok)), "\n"
+    turn = Turn("assistant", "3 is 7\n7 is", 0, 0, True)
+    ids, ends = reward.encode_steps([{"role": "user", "content": "what is 3 + 4"}], [turn], [steps_of(turn.text, "\n")])
+    assert ids == tok.encode("what is 3 + 4\n3 is 7\n7 is\n")
+    assert [tok.decode(ids[end]) for end in ends] == ["\n", "\n"]
+
+
+def test_a_reward_model_reads_the_whole_prompt_of_a_task_with_messages(tmp_path):
+    """As the data set has it: the system prompt, and earlier turns of either side."""
+    saved(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    said = [("system", "be brief"), ("user", "hi"), ("assistant", "hello"), ("user", "bye?")]
+    told = Task("t/1", "single_turn", {"messages": [{"role": role, "content": text} for role, text in said]})
+    trajectory = Trajectory(text="bye")
+    for template, wanted in (
+        (None, "system: be brief\nuser: hi\nassistant: hello\nuser: bye?\nassistant: bye\n"),
+        ("Q: {question}\nA: {answer}", "Q: hi\nbye?\nA: bye"),
+    ):
+        reward = build_reward({"kind": "model", "path": str(tmp_path), "template": template})
+        ids = reward.encode_conversation(asked_of(trajectory, told), turns_of(trajectory))
+        assert reward.tokenizer.decode(ids, skip_special_tokens=True) == wanted
+
+
 def padded(model, rows, side):
     """What transformers says of all rows at once, with a mask over the padding."""
     longest, pad = max(map(len, rows)), model.config.pad_token_id
@@ -230,6 +264,12 @@ def test_a_chat_template_and_an_answer_that_wants_to_end_itself(tmp_path):
 def test_what_cannot_be_a_reward_model_says_so(tmp_path):
     with pytest.raises(ConfigError, match="2 labels"):
         build_reward({"kind": "model", "path": str(saved(tmp_path / "two", labels=2)), "template": TEMPLATE})
+    headless = saved(tmp_path / "headless")
+    weights = load_file(headless / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, headless / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 of the weights of .*, first score\.weight, which would be random"):
+        build_reward({"kind": "model", "path": str(headless), "template": TEMPLATE})
     with pytest.raises(ConfigError, match="cannot be loaded"):
         build_reward({"kind": "model", "path": str(tmp_path / "nowhere"), "template": TEMPLATE})
     with pytest.raises(ConfigError, match=r"no \{answer\}"):

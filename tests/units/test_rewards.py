@@ -9,7 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +24,7 @@ from rondel.score.jobs import ScoreJob
 from rondel.score.number import last_number
 from rondel.score.pool import RewardPool
 from rondel.score.preflight import check_reward
-from rondel.score.result import check_score, read_score
+from rondel.score.result import check_group, check_score, read_score
 from rondel.score.worker import serve_calls
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -152,6 +154,28 @@ def test_reading_what_a_reward_returned():
     assert [read_score(x).reason for x in (None, float("nan"), float("inf"), "1.0", [1.0], {}, {"a": None})] == [
         "returned None", "returned nan", "returned inf", "returned str", "returned list", "returned no parts", "returned None",
     ]  # fmt: skip
+
+
+def test_numbers_of_numpy_and_torch_are_the_numbers_that_they_hold():
+    for two in (np.float32(2), np.int8(2), np.array(2), torch.tensor(2.0), torch.tensor(2, dtype=torch.bfloat16)):
+        assert read_score(two) == Score(2.0) and read_score({"a": two}) == Score(2.0, {"a": 2.0})
+        assert read_score([(3, two)]) == Score(2.0, {}, ((3, 2.0),))
+    for right in (np.bool_(True), np.array(True), torch.tensor(True)):
+        assert read_score(right) == Score(1.0) and read_score({"a": right}) == Score(1.0, {"a": 1.0})
+    unread = (np.array([1.0]), np.float32("nan"), np.str_("1"), torch.ones(1))
+    assert [read_score(one).reason for one in unread] == [
+        "returned ndarray", "returned nan", "returned str", "returned Tensor",
+    ]  # fmt: skip
+    answers = [said("a"), said("b")]
+    for both in (np.array([0.5, 1.0]), torch.tensor([0.5, 1.0])):
+        assert check_group(both, answers) == [Score(0.5), Score(1.0)]
+    assert {one.reason for one in check_group(np.ones((2, 1)), answers)} == {"graded another group"}
+
+
+def test_a_reward_that_needs_no_gold_passes_the_check():
+    with RewardPool({"kind": "format", "pattern": ".*"}) as pool:
+        [finding] = asyncio.run(check_reward(pool, [Task("t/1", "x", {"prompt": "write a poem"})]))
+    assert finding.ok and "not tried; the reward answered all 1 calls" in finding.message
 
 
 def test_reading_what_was_earned_on_the_way():

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ from rondel.core.types import (
     TokenScores,
 )
 from rondel.generate.engine import prompt_locations
+from rondel.generate.engine.replica_fleet import EngineReplica
+from rondel.generate.engine.resumption import generate_until_done
 from rondel.generate.engine.router import EngineRouter
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.update import WeightUpdate
@@ -44,6 +47,7 @@ class Fake:
     def __init__(self, seed: int = 0, version: int = 0) -> None:
         self.random, self.version, self.state = random.Random(seed), version, "serving"
         self.dead, self.now, self.most, self.answered, self.prompts = False, 0, 0, Counter(), []
+        self.aborts = False
 
     def _live(self) -> None:
         if self.dead:
@@ -63,9 +67,11 @@ class Fake:
             for _ in range(self.random.randrange(1, 9)):
                 await asyncio.sleep(0)
                 self._live()
-                while self.state == "held":
+                while self.state == "held" and not self.aborts:
                     await asyncio.sleep(0)
                     self._live()
+                if self.aborts:
+                    return Completion.empty("abort", len(request.tokens))
             if self.state == "refusing":
                 raise EngineError("the engine refuses to generate until a good update")
             if request.key == WRONG:
@@ -81,11 +87,11 @@ class Fake:
 
     async def pause(self, how="hold", lease=600.0) -> None:
         self._live()
-        self.state = "held"
+        self.state, self.aborts = "held", how == "abort"
 
     async def resume(self) -> None:
         self._live()
-        self.state = "serving"
+        self.state, self.aborts = "serving", False
 
     async def receive(self, message) -> int:
         self._live()
@@ -131,7 +137,7 @@ def test_nothing_is_lost_and_nothing_twice_whatever_happens(acts, seed):
                 case "ask":
                     for _ in range(n):
                         number += 1
-                        asked[number] = asyncio.create_task(r.generate(request(number, (1, n))))
+                        asked[number] = asyncio.create_task(generate_until_done(r.generate, request(number, (1, n))))
                 case "turn":
                     for _ in range(n):
                         await asyncio.sleep(0)
@@ -292,6 +298,39 @@ def test_an_engine_leaves_between_two_updates(tmp_path):
             assert r.replicas["e1"].leaving and len(r.fleet.all_replicas) == 2
         await leaves
         assert [*r.replicas] == ["e0"]
+
+    asyncio.run(work())
+
+
+class Writing(Fake):
+    """Writes its version, token by token, for as long as it may."""
+
+    async def generate(self, request: Request) -> Completion:
+        written: list[int] = []
+        while len(written) < request.sampling.max_tokens and not self.aborts:
+            await asyncio.sleep(0)
+            self._live()
+            if self.state != "held":
+                written.append(self.version)
+        reason = "abort" if self.aborts else "length"
+        n = len(written)
+        return Completion(written, [-1.0] * n, written, reason, len(request.tokens))
+
+
+def test_what_an_engine_that_leaves_has_not_ended_goes_on_from_its_tokens():
+    """Drawn anew elsewhere, long answers would be cut off and drawn again until they are short (law 15)."""
+
+    async def work():
+        first, second = Writing(), Writing(version=1)
+        r = EngineRouter({"e0": first}, max_inflight=CAP)
+        ask = asyncio.create_task(generate_until_done(r.generate, Request([1], Sampling(max_tokens=40))))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        r.replicas["e1"] = EngineReplica("e1", second)
+        await r.remove_engine("e0", patience=0.0)
+        done = await ask
+        assert len(done.tokens) == 40 and done.finish_reason == "length" and done.tokens == done.versions
+        assert 10 < list(done.versions).count(0) < 30, "its tokens of the engine that left are kept"
 
     asyncio.run(work())
 
@@ -509,11 +548,35 @@ def test_an_abort_returns_those_who_wait_with_nothing():
         await r.pause("abort")
         await asyncio.sleep(0)
         assert [t.result().finish_reason for t in tasks[1:]] == ["abort", "abort"]
+        assert (await tasks[0]).finish_reason == "abort", "of the engine itself"
         await r.resume()
-        assert (await tasks[0]).tokens == [100]
+        assert (await r.generate(request(103))).tokens == [103]
         with pytest.raises(StalledError, match="waits for a replica"):
             fakes["e0"].state = "held"
             await asyncio.gather(*(r.generate(request(i, deadline=0.02)) for i in (1, 2)))
+
+    asyncio.run(work())
+
+
+def test_an_answer_whose_first_piece_never_had_a_place_keeps_its_lists():
+    """Aborted in the router's queue, a piece has no lists; those of the pieces behind it are the answer's."""
+    wants = frozenset({"support", "raw_logprobs", "top_logprobs:2", "behavior_top:3", "prompt_logprobs"})
+    lists = ("support", "raw_logprobs", "top_logprobs", "behavior_top", "prompt_logprobs")
+
+    async def work():
+        e = engine(tiny())
+        asked = [replace(ask(prompt(i, 6), key=i + 1, n=6, top_p=0.8), wants=wants) for i in range(3)]
+        alone = [await e.generate(request) for request in asked]
+        r = EngineRouter({"e0": e}, max_inflight=1)
+        tasks = [asyncio.create_task(generate_until_done(r.generate, request)) for request in asked]
+        while not e.scheduler.running or not e.scheduler.running[0].written:
+            await asyncio.sleep(0)
+        assert len(r.queue) == 2
+        await r.pause("abort")
+        await r.resume()
+        for done, whole in zip(await asyncio.gather(*tasks), alone):
+            assert done.tokens == whole.tokens
+            assert {len(getattr(done, name)) for name in lists} == {6}
 
     asyncio.run(work())
 

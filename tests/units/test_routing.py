@@ -172,11 +172,12 @@ def test_every_record_is_used_exactly_once():
         forward(loaded, tokens, RoutingTape(3, torch.zeros(9, 3, 2, dtype=torch.int64)))
 
 
-def test_a_token_without_a_route_stops_the_step():
+@pytest.mark.parametrize("recorded", [None, 5])
+def test_a_token_without_a_route_stops_the_step(recorded):
     loaded = model("mixtral")
     _, given, outs = rollout(loaded, n=2)
-    for out in outs:
-        out.experts = None
+    for i, out in enumerate(outs):
+        out.experts = None if recorded is None else out.experts[: recorded + i]
     batch = batch_of([group_of(given, outs)])
     with pytest.raises(TrainError, match=r"Completion\.experts"):
         annotate.annotate_logprobs(loaded, batch, "proximal", budget=1000, temperature=1.0, replay=True)

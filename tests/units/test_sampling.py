@@ -289,7 +289,7 @@ def test_values_that_mean_nothing(how, says):
 def test_what_cannot_be_trained_is_named():
     assert Sampling(temperature=0.7, stop=("x", 3), ignore_eos=True, n=4, seed=3).untrainable_settings == ""
     assert Sampling(**EVERYTHING | {"min_tokens": 0}).untrainable_settings == (
-        "min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias"
+        "repetition_penalty, presence_penalty, frequency_penalty, logit_bias"
     )
     assert (
         Sampling(temperature=0, min_tokens=2, grammar={"regex": "a"}).untrainable_settings

@@ -69,6 +69,11 @@ ENVS = {
         {"kind": "theirs:Short"},
         r"run of 'theirs:Short' is called as f\(task, chat\), and cannot",
     ),
+    "a run that is not async": (
+        {"kind": "theirs:Waits"},
+        r"run of 'theirs:Waits' is not async.* async def run\(task, chat\)",
+    ),
+    "a function that is not async": ("theirs:ask", r"ask of 'theirs:ask' is not async.* async def ask\(task, chat\)"),
     "a constructor that raises": ({"kind": "theirs:Raises"}, r"task.env: making 'theirs:Raises': RuntimeError: no key"),
     "no such module": ("nowhere:Env", r"no module 'nowhere'"),
     "no such name": ("theirs:Shrt", r"theirs has no 'Shrt'. Did you mean 'Short'\?"),
@@ -84,6 +89,8 @@ def test_an_environment_that_cannot_be_is_refused_early(tmp_path, name):
         "class Empty: pass\n"
         "class Short:\n    async def run(self, task): pass\n"
         "class Raises:\n    def __init__(self): raise RuntimeError('no key')\n"
+        "class Waits:\n    def run(self, task, chat): pass\n"
+        "def ask(task, chat): pass\n"
         "async def play(task, chat): pass\n",
     )
     env, match = ENVS[name]

@@ -44,6 +44,18 @@ def test_a_sound_recipe_passes(tmp_path, changes):
     assert found.keys() == LINES and all(ok for ok, _ in found.values()), found
 
 
+def test_an_environment_that_never_asks_the_policy_is_found(tmp_path, monkeypatch):
+    (tmp_path / "mute.py").write_text(
+        "async def play(task, chat):\n"
+        "    chat.give([{'role': 'user', 'content': task.data['prompt']}])\n"
+        "    return chat.trajectory\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = [f for f in check(tiny(tmp_path / "run", task__env="mute:play", **SMALL)) if f.what == "rollouts"]
+    assert [f.ok for f in found] == [False], found
+    assert "wrote nothing" in found[0].message and "await chat.reply()" in found[0].remedy
+
+
 def failing(tmp_path, **changes) -> set[str]:
     return {what for what, (ok, _) in lines(tmp_path, **changes).items() if not ok}
 

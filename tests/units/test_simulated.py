@@ -46,6 +46,14 @@ def test_rates_are_the_closed_forms(cost_of_training):
         assert rate[2] / rate[0] >= 1.6, "overlap of equal pools"
 
 
+def test_an_engine_with_one_group_more_writes_it_at_once():
+    """16 groups of 8 on 6 engines: three of them are 24 requests, and an engine may decode 256."""
+    world = world_of(what_if(["model=7b", "gpus=8", "place=split", "trainers=2", "staleness=0"]), sigma=0)
+    longest = world.beat[24] * 1024 + 3 * world.prompt * world.prefill
+    training = world.train * (16 * world.prompt + 128 * 1024) + world.fixed + world.sync
+    assert simulate(world, steps=5)["step_seconds"] == pytest.approx(longest + training, rel=0.03)
+
+
 def test_the_faster_pool_idles():
     for cost_of_training in (1.0, 40.0):
         R, T = 8 * PLACES / LENGTH, 8 / cost_of_training

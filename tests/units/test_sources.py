@@ -11,7 +11,8 @@ from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import Task
 from rondel.generate.envs.holdout import content_key
 from rondel.generate.envs.order import ShuffledOrder, stream_tasks
-from rondel.generate.envs.sources import TaskSet, load_tasks
+from rondel.generate.envs.single_turn import opening_messages
+from rondel.generate.envs.sources import TaskSet, load_evaluation_sets, load_tasks
 
 
 def load(**data):
@@ -106,6 +107,34 @@ def test_messages_parquet_datasets_list_and_a_function_of_the_user(tmp_path, mon
         assert [t.id.split("/")[1] for t in found] == [t.id.split("/")[1] for t in expected]
 
 
+def test_csv_as_spreadsheets_write_it(tmp_path):
+    """Quotes, commas and line ends inside of a text, the mark of the encoding, several files, another delimiter."""
+    text = '\ufeffquestion,answer\r\n"How many, in\r\nall?",7\r\n\r\n"Say ""two""",2\r\n'
+    (tmp_path / "a.csv").write_bytes(text.encode())
+    (tmp_path / "b.csv").write_text("question\tanswer\n1, or 2?\t3\n")
+    found = load(kind="csv", path=[str(tmp_path / "a.csv")], prompt="question").train
+    assert [t.data["prompt"] for t in found] == ["How many, in\r\nall?", 'Say "two"']
+    assert [t.data["answer"] for t in found] == ["7", "2"]
+    (only,) = load(kind="csv", path=str(tmp_path / "b.csv"), prompt="question", delimiter="\t").train
+    assert only.data == {"prompt": "1, or 2?", "answer": "3"}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("prompt,answer\n1+1=,2,3\n", "csv", r"t.csv:2: 3 values for 2 columns \(prompt, answer\): .* in quotes"),
+        ("prompt,prompt\n1,2\n", "csv", "t.csv:1: two columns have one name"),
+        ("question,answer\n1,2\n", "csv", "t.csv:2: no 'prompt'.*It has: question, answer"),
+        ("prompt,answer\n1,2\n", "jsonl", 't.csv:1: not JSON .*; kind = "csv" reads tables of text'),
+        ("", "csv", "empty"),
+    ],
+)
+def test_bad_csv_names_the_place_and_the_remedy(tmp_path, text, kind, message):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        load(kind=kind, path=str(tmp_path / "t.csv"))
+
+
 def test_datasets_from_a_folder(tmp_path):
     hub = pytest.importorskip("datasets")
     hub.Dataset.from_list([{"q": f"{n}+1", "a": str(n + 1)} for n in range(6)]).save_to_disk(tmp_path / "mine")
@@ -119,6 +148,19 @@ def test_datasets_from_a_folder(tmp_path):
 
 def test_a_reward_without_gold_answers_needs_none():
     assert load(kind="list", rows=[{"prompt": "write a poem"}], answer="").train[0].data == {"prompt": "write a poem"}
+
+
+def test_a_turn_of_the_assistant_is_an_answer_and_no_prompt():
+    asked = [{"role": "user", "content": "3 + 4 ="}, {"role": "assistant", "content": "7"}]
+    rows = [{"messages": asked, "answer": "7"}]
+    for env in ("single_turn", "tools", "repl"):
+        with pytest.raises(
+            DataError, match=r"rows\[1\]: the messages end with a turn of the assistant.*field 'answer'"
+        ):
+            load_tasks({"kind": "list", "rows": rows}, env=env)
+    assert load_tasks({"kind": "list", "rows": rows}, env="mine:Env").train[0].data["messages"] == asked
+    rows = [{"messages": [*asked, {"role": "user", "content": "5 + 1 ="}], "answer": "6"}]
+    assert load_tasks({"kind": "list", "rows": rows}, env="single_turn").train[0].data == rows[0]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +260,36 @@ def test_the_order_is_pinned():
 
 
 PINNED = list("03415266312045")
+
+
+@pytest.mark.parametrize("named", ["problem", "prompt", None])
+def test_the_question_is_the_field_that_the_recipe_names(named):
+    """NuminaMath has the solution in a field "messages" beside the problem."""
+    solved = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "it is 4"}]
+    rows = [{"problem": "2+2?", "prompt": "2+2?", "messages": solved, "answer": "4", "level": 3}]
+    (task,) = load_tasks(
+        {"kind": "list", "rows": rows, **({"prompt": named} if named else {})}, env="single_turn"
+    ).train
+    assert opening_messages(task) == [{"role": "user", "content": "2+2?"}]
+    assert "messages" not in task.data and task.data["level"] == 3
+    rows[0]["messages"] = solved[:1]
+    (task,) = load_tasks({"kind": "list", "rows": rows, "prompt": "messages"}, env="single_turn").train
+    assert "prompt" not in task.data and opening_messages(task) == solved[:1]
+
+
+def test_the_form_of_a_question_hides_no_leak():
+    """The same question as a text, and as messages behind a system prompt: of another set, of eval_rows, of a mixture."""
+    mine = [{"prompt": "What is 12 times 7?", "answer": "84"}, {"prompt": "What is 5 plus 6?", "answer": "11"}]
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 12 times 7?"}]
+    theirs = [{"messages": said, "answer": "84"}]
+    plain = load_tasks({"kind": "list", "rows": mine}, env="single_turn")
+    other = {"source": "b", "kind": "list", "rows": [{"prompt": "Name a fish.", "answer": "cod"}], "eval_rows": theirs}
+    for tasks, left in (
+        (load_evaluation_sets({"m": {"kind": "list", "rows": theirs}}, plain, env="single_turn"), 1),
+        (load_tasks({"kind": "list", "rows": mine, "eval_rows": theirs}, env="single_turn"), 1),
+        (load_tasks({"kind": "mix", "sources": [{"source": "a", "kind": "list", "rows": mine}, other]}, env="x"), 2),
+    ):
+        assert (len(tasks.train), tasks.leaked) == (left, 1)
 
 
 def test_a_field_may_lie_in_a_table_of_the_row():

@@ -255,7 +255,7 @@ def test_a_recipe_says_its_shapes(tmp_path):
         refuse_static_shapes(job, Sampling(), model("mixture"), frozenset())
     with pytest.raises(ConfigError, match="'grpo' needs a critic"):
         refuse_static_shapes(job, Sampling(), model("shallow"), frozenset({"values"}))
-    with pytest.raises(ConfigError, match="top_k and top_p"):
+    with pytest.raises(ConfigError, match="top_k, top_p and min_p"):
         refuse_static_shapes(job, Sampling(top_k=5), model("shallow"), frozenset())
 
 

@@ -86,6 +86,91 @@ def test_compressed_tensors_of_whole_numbers_and_zero_points():
     assert torch.equal(decode_stored(packed, config), (codes - zeros[:, group]) * scale[:, group])
 
 
+def words_of_8_bits(codes):
+    """[..., 4 N] of 0 to 255 -> int32 [..., N]."""
+    out = sum(codes[..., i::4].long() << 8 * i for i in range(4))
+    return torch.where(out >= 1 << 31, out - (1 << 32), out).to(torch.int32)
+
+
+def test_a_module_is_decoded_as_the_config_group_that_stored_it():
+    """Of two groups the one whose bits and scales its tensors have; the first would give half of its columns twice."""
+    channel, group = {"num_bits": 4, "strategy": "channel"}, {"num_bits": 4, "strategy": "group", "group_size": 16}
+    wide = {"num_bits": 8, "strategy": "channel"}
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {name: {"weights": w} for name, w in (("a", channel), ("b", group), ("c", wide))},
+    }
+    codes, scale = draw(16, 64, high=256), torch.rand(16, 1, generator=G)
+    stored = {"weight_packed": words_of_8_bits(codes), "weight_scale": scale, "weight_shape": torch.tensor([16, 64])}
+    assert torch.equal(decode_stored(stored, config), (codes - 128) * scale)
+    codes, scale = draw(16, 64), torch.rand(16, 4, generator=G)
+    stored = {"weight_packed": words(codes), "weight_scale": scale, "weight_shape": torch.tensor([16, 64])}
+    assert torch.equal(decode_stored(stored, config), (codes - 8) * scale.repeat_interleave(16, 1))
+    contradiction = config | {"config_groups": {"b": {"weights": group}}}
+    narrow = {"weight_shape": torch.tensor([16, 32]), "weight_scale": scale[:, :2]}
+    for wrong in (narrow, {"weight_scale": scale[:, :3]}, {"weight_scale": scale[1:]}):
+        with pytest.raises(ModelError, match="q_proj: none of the config_groups stores weight_packed"):
+            decode_stored(stored | wrong, contradiction, "q_proj")
+
+
+def test_compressed_tensors_in_the_order_of_activations_with_zero_points_and_in_blocks():
+    method = {"quant_method": "compressed-tensors"}
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": "group"}
+    codes, scale = draw(16, 64), torch.rand(16, 2, generator=G)
+    index = (torch.arange(64) // 32)[torch.randperm(64, generator=G)]
+    stored = {"weight_packed": words(codes), "weight_scale": scale, "weight_shape": torch.tensor([16, 64])}
+    config = method | {"config_groups": {"a": {"weights": weights}}}
+    assert torch.equal(decode_stored(stored | {"weight_g_idx": index.int()}, config), (codes - 8) * scale[:, index])
+    unordered = decode_stored(stored | {"weight_g_idx": torch.full((64,), -1)}, config)
+    assert torch.equal(unordered, (codes - 8) * scale.repeat_interleave(32, 1))
+    with pytest.raises(ModelError, match=r"w: g_idx .* names groups 0 to 2 for 64 columns and 2 groups"):
+        decode_stored(stored | {"weight_g_idx": torch.arange(64) // 30}, config, "w")
+
+    codes, zeros, scale = draw(16, 64, high=256) - 128, draw(16, 1) - 8, torch.rand(16, 1, generator=G)
+    stored = {"weight": codes.to(torch.int8), "weight_scale": scale, "weight_zero_point": zeros.to(torch.int8)}
+    assert torch.equal(decode_stored(stored, method | {"format": "int-quantized"}), (codes - zeros) * scale)
+
+    w, scale = torch.randn(200, 300, generator=G).to(torch.float8_e4m3fn), torch.rand(2, 3, generator=G)
+    weights = {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]}
+    config = method | {"format": "float-quantized", "config_groups": {"a": {"weights": weights}}}
+    each = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
+    assert torch.equal(decode_stored({"weight": w, "weight_scale": scale}, config), w.float() * each)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"g_idx": torch.full((64,), -1)}, "names groups -1 to -1 for 64 columns and 2 groups"),
+        ({"g_idx": torch.arange(64) // 16}, "names groups 0 to 3 for 64 columns and 2 groups"),
+        ({"g_idx": torch.zeros(8)}, "for 64 columns"),
+        (
+            {"scales": torch.full((2, 16), float("nan"))},
+            "with scales that are not finite numbers: fetch its file again",
+        ),
+        ({"scales": torch.full((2, 16), float("inf"))}, "with scales that are not finite"),
+        ({"scales": torch.ones(2, 1)}, "beside codes .*: of each group there are 16"),
+        ({"scales": torch.ones(4, 16), "qzeros": words(torch.zeros(4, 16).long())}, "group_size = 32 makes others"),
+        ({"qzeros": words(torch.zeros(4, 16).long())}, "scales .* and zeros"),
+        ({"desc_act": True}, "desc_act = true, but without g_idx"),
+    ],
+)
+def test_gptq_whose_tensors_and_config_contradict_each_other(change, says):
+    codes = words(draw(16, 64)).t().contiguous()
+    parts = {"qweight": codes, "qzeros": words(draw(2, 16)), "scales": torch.ones(2, 16)}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    more = {key: value for key, value in change.items() if key in config or key == "desc_act"}
+    with pytest.raises(ModelError, match=f"w.*{says}"):
+        decode_stored(parts | {k: v for k, v in change.items() if k not in more}, config | more, "w")
+
+
+def test_a_last_group_that_is_shorter():
+    codes, zeros, scales = draw(80, 16), draw(3, 16), torch.rand(3, 16, generator=G).half()
+    parts = {"qweight": words(codes.t()).t().contiguous(), "qzeros": words(zeros), "scales": scales}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}
+    group = torch.arange(80) // 32
+    assert torch.equal(decode_stored(parts, config), ((codes - zeros[group]) * scales.float()[group]).t())
+
+
 def test_what_is_not_known_says_so():
     with pytest.raises(ModelError, match="stored in bitnet; what is decoded is compressed-tensors, gptq, awq"):
         decode_stored({}, {"quant_method": "bitnet"}, "w")

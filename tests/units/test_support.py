@@ -15,13 +15,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kits.engine import all_of, ask, engine, prompt
-from kits.runs import events, run
+from kits.runs import events, run, tiny
 from kits.sweeps import covering
 from kits.train import apart, batch, gradient, model, row, step, trainer
 from rondel.assemble import replay
+from rondel.assemble.components import build
 from rondel.buffer.state import decode, encode
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import DATA, Group, Sampling, Score, Task, Trajectory
+from rondel.driver.rollouts import rollouts_of
 from rondel.generate.envs.episode import WIDEST, refuse_untrainable, refuse_wide, refuse_without_support
 from rondel.models.head import LMHead
 from rondel.runtime.journal import store
@@ -34,6 +36,7 @@ CUTS = {
     "top-p": {"top_p": 0.8},
     "top-k": {"top_k": 7, "temperature": 0.7},
     "both": {"top_p": 0.9, "top_k": 12, "temperature": 1.3},
+    "min-p": {"min_p": 0.4, "temperature": 0.7},
     "one token": {"top_p": 1e-6},
 }
 
@@ -192,7 +195,8 @@ def test_what_is_nearly_the_vocabulary_or_was_not_recorded_is_refused_by_name():
         refuse_untrainable(Sampling(top_k=WIDEST + 1))
     refuse_wide([None, range(WIDEST)], Sampling(top_p=0.9))
     with pytest.raises(
-        ConfigError, match=f"top_p = 0.9 left {WIDEST + 1} tokens .* Set engine.sampling.top_k = {WIDEST // 2}"
+        ConfigError,
+        match=f"top_p = 0.9, min_p = 0.0 left {WIDEST + 1} tokens .* Set engine.sampling.top_k = {WIDEST // 2}",
     ):
         refuse_wide([None, range(WIDEST + 1)], Sampling(top_p=0.9))
     lost = Trajectory()
@@ -203,12 +207,30 @@ def test_what_is_nearly_the_vocabulary_or_was_not_recorded_is_refused_by_name():
         refuse_without_support(lost, Sampling(top_p=0.9))
 
 
+def test_an_environment_draws_at_the_temperature_that_is_trained(tmp_path):
+    parts = build(tiny(tmp_path, engine__sampling__temperature=0.8))
+    try:
+        chat = rollouts_of(parts).open_chat(lambda turn: turn)
+
+        async def draw(temperature: float):
+            await parts.sync(parts.trainer, parts.engine)
+            chat.sampling = replace(chat.sampling, temperature=temperature, max_tokens=2)
+            chat.give([{"role": "user", "content": "3 + 4 ="}])
+            return await chat.reply()
+
+        with pytest.raises(ConfigError, match=r"draws at temperature 0\.5, and the policy is trained at 0\.8"):
+            asyncio.run(draw(0.5))
+    finally:
+        parts.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",  # both cuts are the same record of ids; their gradients are above
     [
         pytest.param({"engine__sampling__top_p": 0.9}, marks=pytest.mark.sweep),
         {"engine__sampling__top_k": 5, "loop__updates_per_step": 2},
+        pytest.param({"engine__sampling__min_p": 0.2}, marks=pytest.mark.sweep),
     ],
 )
 def test_a_run_under_truncation_has_no_gap_and_replays(tmp_path, how):

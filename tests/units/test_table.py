@@ -319,6 +319,13 @@ MISTAKES = [
         "has no effect: no reward is read.",
     ),
     ({"kind": "reinforce", "ratio": {"kind": "token"}}, "has no effect: the surrogate -A·logp does not read it."),
+    # nobody drew a demonstration: its log-probability of 0 would pay a KL of many nats
+    ({"kind": "luffy", "kl": {"coef": 0.1, "where": "reward"}}, "algo.kl.where = 'reward' beside surrogate.kind = 'gu"),
+    ({"kind": "luffy", "kl": {"coef": 0.1, "where": "advantage"}}, "algo.kl.where = 'advantage' beside surrogate.ki"),
+    ({"kind": "luffy", "kl": {"coef": 0.1, "target": 2.0}}, "algo.kl.target beside surrogate.kind = 'guided'"),
+    ({"kind": "luffy", "advantage": {"kind": "question_value"}}, "algo.advantage beside surrogate.kind = 'guided'"),
+    ({"kind": "luffy", "distill": {"coef": 0.5}}, "algo.distill beside surrogate.kind = 'guided'"),
+    ({"kind": "luffy", "correction": {"kind": "freshness"}}, "algo.correction beside surrogate.kind = 'guided'"),
 ]
 
 

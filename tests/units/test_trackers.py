@@ -69,14 +69,14 @@ def test_every_number_once_and_a_resume_goes_on(tmp_path, monkeypatch, kind):
     assert [t for t in fake.told if t[1] == "score/reward_mean"] == told and (3, "eval/score", 0.25) in fake.told
     assert not any(key == "train/loss" for _, key, _ in fake.told), "what is no number is not told"
     (again,) = open_sinks([kind], folder, after=1)
-    assert again.id == sink.id
+    assert again.sink.id == sink.sink.id
     for step in (2, 3, 4):
         again.write(step, ROW)
     again.close()
     assert {step for step, key, _ in fake.told if key == "time/step"} == {1, 2, 3, 4} and fake.ended == 2
     assert all(len([t for t in fake.told if t[:2] == (step, "time/step")]) == 1 for step in (1, 2, 3, 4))
     (new,) = open_sinks([kind], folder)
-    assert new.id != sink.id, "a run from its beginning is another one"
+    assert new.sink.id != sink.sink.id, "a run from its beginning is another one"
     if kind == "wandb":
         first = fake.opened[0]
         assert (
@@ -163,8 +163,8 @@ def in_steps(folder, kind):
     again.write(4, ROW)
     again.write(4, {"eval/score": 0.25})
     again.close()
-    assert again.id == sink.id
-    return sink.id
+    assert again.sink.id == sink.sink.id
+    return sink.sink.id
 
 
 def test_the_real_mlflow_keeps_every_number_in_the_run_folder(tmp_path, monkeypatch):

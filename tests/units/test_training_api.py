@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from contextlib import suppress
 
@@ -13,7 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kits.training_backend import CountingBackend
-from rondel.core.errors import UserError
+from rondel.assemble.served_engine import ServerSettings
+from rondel.assemble.training_server import serve_training
+from rondel.core.errors import CheckpointError, ConfigError, UserError
+from rondel.system.folder_lock import lock_folder
 from rondel.training_api import clients as clients_module
 from rondel.training_api import promises as promises_module
 from rondel.training_api import samplers as samplers_module
@@ -237,6 +241,110 @@ def test_checkpoints_are_whole_or_not_there(tmp_path):
             expiry(ttl)
 
 
+def test_a_checkpoint_that_is_replaced_is_there_until_its_replacement_is(tmp_path, monkeypatch):
+    """The server is killed between any two renames, and the next one on the folder finds the old or the new one."""
+
+    def replace(store):
+        with store.new_checkpoint("s:train:0", "weights", "a", {}, overwrite=True) as folder:
+            (folder / "x").write_text("new")
+
+    class Killed(BaseException):
+        pass
+
+    rename = os.rename
+    for survived in range(3):
+        store = Store(tmp_path / str(survived))
+        store.create_run("s:train:0", {"rank": 4})
+        with store.new_checkpoint("s:train:0", "weights", "a", {}, overwrite=False) as folder:
+            (folder / "x").write_text("old")
+        renames = []
+
+        def die(old, new, *, survived=survived, renames=renames):
+            if len(renames) == survived:
+                raise Killed
+            renames.append(new)
+            rename(old, new)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", die)
+            if survived < 2:
+                with pytest.raises(Killed):
+                    replace(store)
+            else:
+                replace(store)
+        place = Store(tmp_path / str(survived)).place("tinker://s:train:0/weights/a")
+        assert (place / "x").read_text() == ("new" if survived == 2 else "old")
+        assert [path.name for path in place.parent.iterdir()] == ["a"]
+
+
+def test_a_damaged_file_stops_neither_the_server_nor_the_list(tmp_path):
+    store = Store(tmp_path)
+    for run in ("a:train:0", "b:train:0", "c:train:0"):
+        store.create_run(run, {"rank": 4})
+        with store.new_checkpoint(run, "sampler_weights", "x", {}, overwrite=False):
+            pass
+    (tmp_path / "runs" / "a_train_0" / "facts.json").write_text("")
+    (tmp_path / "runs" / "b_train_0" / "sampler_weights" / "x" / "checkpoint.json").write_bytes(b"[\xff")
+    again = Store(tmp_path)
+    assert [card["tinker_path"] for card in again.checkpoints()] == ["tinker://c:train:0/sampler_weights/x"]
+    for address in ("tinker://b:train:0/sampler_weights/x",):
+        with pytest.raises(CheckpointError, match=r"checkpoint\.json' is damaged: put back a copy of it, or remove"):
+            again.place(address)
+    with pytest.raises(CheckpointError, match=r"facts\.json' is damaged"):
+        again.run("a:train:0")
+
+
+def test_a_full_disk_is_told_with_its_remedy_and_what_was_done_is_done(tmp_path, capsys):
+    """The log of requests is on the full disk, too: no step is told to have failed that was taken."""
+
+    async def go():
+        clients = Clients(CountingBackend(), tmp_path)
+        model = await model_of(clients)
+        example = Example([1, 2], np.array([1, 2]))
+        clients.log._file.close()
+        clients.log._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+        await clients.forward(ForwardRequest(model.id, 1, [example], "x", {}, True)).task
+        assert (await clients.optim_step(model, 2, Adam(0.5)).task)["metrics"] == {"bias": 1.0}
+
+        async def save(adapter, folder, *, optimizer):
+            with open("/dev/full", "wb") as file:
+                file.write(b"x" * 100)
+
+        clients.backend.save = save
+        promise = clients.save(model, 3, "weights", {"path": "a"})
+        told = await clients.promises.retrieve(promise.id, 5)
+        assert told["category"] == "user" and "the disk is full" in told["error"] and "weights/a" in told["error"]
+        assert clients.store.checkpoints() == []
+        await clients.close()
+
+    asyncio.run(go())
+    told = capsys.readouterr().err
+    assert told.count("requests are not noted") == 1 and "requests.jsonl: the disk is full" in told
+
+
+def test_lines_behind_one_that_a_kill_has_cut_off_are_whole(tmp_path):
+    (tmp_path / "requests.jsonl").write_text('{"at": 1.0, "what": "optim')
+
+    async def go():
+        clients = Clients(CountingBackend(), tmp_path)
+        await model_of(clients)
+        await clients.close()
+
+    asyncio.run(go())
+    asyncio.run(go())
+    lines = (tmp_path / "requests.jsonl").read_text().splitlines()
+    assert [json.loads(line)["what"] for line in lines[1:]] == ["create_model", "create_model"]
+
+
+def test_a_folder_is_one_servers(tmp_path):
+    """A second one would delete what the first is writing, and the snapshots of its clients."""
+    with (
+        lock_folder(tmp_path, "free"),
+        pytest.raises(ConfigError, match=r"another server works in .*: end it, or give this one a --folder of its own"),
+    ):
+        serve_training("nowhere", ServerSettings(), folder=tmp_path, key="k", ready=print)
+
+
 async def model_of(clients, number=0):
     session = clients.create_session(dict(FACTS))
     name = (await clients.create_model(session, number, {"rank": 4}, None).task)["model_id"]
@@ -284,6 +392,22 @@ def test_a_client_has_its_adapter_its_order_and_its_snapshots(tmp_path, monkeypa
     asyncio.run(go())
 
 
+def test_a_checkpoint_that_is_overwritten_is_read_anew_by_its_samplers(tmp_path):
+    async def go():
+        backend = CountingBackend()
+        clients = Clients(backend, tmp_path)
+        model = await model_of(clients)
+        for number, bias in enumerate((3.0, 7.0), 1):
+            backend.bias[model.id] = bias
+            saved = await clients.save(model, number, "weights", {"path": "a", "overwrite": True}).task
+            reads = ServedWeights(saved["path"])
+            await clients.samplers.sample("x", number, reads, [1], SampleSettings()).task
+            assert backend.served == {saved["path"]: bias}
+        await clients.close()
+
+    asyncio.run(go())
+
+
 def test_silent_sessions_end_and_there_is_an_end_to_adapters(tmp_path, monkeypatch):
     monkeypatch.setattr(clients_module, "TRAINED", 2)
 
@@ -324,7 +448,27 @@ BAD = {
     "create_sampling_session": [{"model_path": 5}, {"base_model": {}}],
     "sessions/search": [{"user_metadata": [1]}, {"limit": "x"}],
     "load_weights": [{"path": 7}, {"path": "tinker://a/weights/b", "optimizer": "yes"}],
-    "optim_step": [{"adam_params": [1]}, {"adam_params": {"weight_decay": -1.0}}, {"seq_id": "1", "adam_params": {}}],
+    "optim_step": [
+        {"adam_params": [1]},
+        {"adam_params": {"weight_decay": -1.0}},
+        {"seq_id": "1", "adam_params": {}},
+        *({"adam_params": {"learning_rate": rate}} for rate in (None, [1], "1e-4", True, float("inf"), 10**400)),
+        {"adam_params": {"eps": float("nan")}},
+        {"adam_params": {"momentum": 0.9}},
+    ],
+    "asample": [
+        {"prompt": {"chunks": [{"tokens": [1]}]}} | more
+        for more in (
+            {"sampling_params": {"stop": 5}},
+            {"sampling_params": {"stop": {"a": 1}}},
+            {"sampling_params": {"stop": [True]}},
+            {"sampling_params": {"max_tokens": float("inf")}},
+            {"sampling_params": {"max_tokens": 1.5}},
+            {"sampling_params": {"temperature": float("nan")}},
+            {"sampling_params": {"seed": "1"}},
+            {"topk_prompt_logprobs": [1]},
+        )
+    ],
     "save_weights": [{"path": 5}, {"ttl_seconds": "soon"}],
     "create_session": [{"display_name": "\ud800"}, {"display_name": 5}],
 }

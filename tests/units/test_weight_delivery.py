@@ -11,19 +11,20 @@ import torch
 from kits.engine import ask, engine, plain_logprobs, prompt, tiny, twin
 from kits.fakes import Heard
 from kits.runs import check, events, run
-from kits.sync import PROBE, Publisher
+from kits.sync import PROBE, Publisher, wrote
 from kits.transports import bits, same
 from rondel.buffer import Buffer
-from rondel.core.errors import SyncError, WorkerError
+from rondel.core.errors import StalledError, SyncError, WorkerError
 from rondel.core.events import Synced, Warned
 from rondel.core.types import Abort, Commit, Route
 from rondel.driver.weight_delivery import WeightDelivery
 from rondel.sync.delta import Delta
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.from_ipc import FromIpc
+from rondel.sync.from_tcp import FromTcp
 from rondel.sync.update import WeightUpdate
 
-MAKE = {"ipc": lambda folder: FromIpc(), "disk": FromDisk, "delta": Delta}
+MAKE = {"ipc": lambda folder: FromIpc(), "tcp": lambda folder: FromTcp(), "disk": FromDisk, "delta": Delta}
 
 
 async def in_thread(f, *args):
@@ -273,6 +274,93 @@ def test_changes_that_find_no_base_beside_a_step_are_made_good_by_the_next_updat
             await delivery.finish(trainer, e)
         assert len(warned) == 1 and "version 2 has not reached the engines" in warned[0].message
         assert (e.version, buffer.birth_version) == (2, 2) and same(bits(e.loaded), bits(trainer.loaded))
+
+    asyncio.run(main())
+    close(trainer, e)
+
+
+@pytest.mark.parametrize("again", ["refused", "taken"])
+def test_a_step_behind_a_lost_delivery_is_compared_with_what_was_published(tmp_path, again):
+    """Version 2 moved and reached nobody. The step behind it is refused, or moves nothing although it says so."""
+    trainer, e, sync = ends("delta", tmp_path)
+    buffer, delivery, deliver = (
+        Buffer(groups_per_step=2, max_staleness=2),
+        WeightDelivery(sync, Healthy()),
+        sync.deliver,
+    )
+    moved = True
+    sync.moved = lambda: moved
+
+    async def late(snapshot):
+        e.arrivals.root = ""
+        return await deliver(snapshot)
+
+    async def main():
+        nonlocal moved
+        trainer.train(1e-4)
+        assert await delivery.update_engines(trainer, e) == 1
+        sync.deliver = late
+        trainer.train(1e-4)
+        assert await delivery.start(trainer, e, buffer) == 2
+        await buffer.advance(2)
+        await asyncio.wait([delivery._running])
+        trainer.version, moved = 3, again == "taken"
+        if moved:
+            with pytest.raises(SyncError, match="bit for bit the old ones"):
+                await delivery.update_engines(trainer, e)
+        else:
+            assert await delivery.update_engines(trainer, e) == 3 == e.version
+            assert same(bits(e.loaded), bits(trainer.loaded))
+
+    asyncio.run(main())
+    close(trainer, e)
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp", "disk"])
+def test_an_engine_that_is_started_again_in_the_middle_of_an_update_gets_weights(tmp_path, kind):
+    """Ranks that serve their own shards hold what they published last, and nothing older."""
+    trainer, e, sync = ends(kind, tmp_path)
+    fresh = engine(tiny(), transports={kind: MAKE[kind](tmp_path)}, run=in_thread)
+
+    async def main():
+        trainer.train()
+        assert await sync(trainer, e) == 1
+        trainer.train()
+        snapshot = await sync.publish(trainer, e, fresh)
+        assert await sync.catch_up(fresh) == 2 == fresh.version and same(bits(fresh.loaded), bits(trainer.loaded))
+        assert await sync.deliver(snapshot) == 2 == e.version == fresh.version
+
+    asyncio.run(main())
+    close(trainer, e)
+
+
+@pytest.mark.parametrize("ends_ever", [True, False])
+def test_answers_that_are_ended_before_an_update_have_the_time_that_they_take(ends_ever):
+    """`loop.in_flight = "drain"`: the deadline is for an engine that does not move, not for long answers."""
+    model, trainer = tiny(), Publisher(twin(tiny()), transport=FromIpc())
+    stuck = asyncio.Event()
+
+    async def slow(f, *args):
+        if not ends_ever and e.scheduler.running and e.scheduler.running[0].written > 20:
+            await stuck.wait()
+        await asyncio.sleep(0.003)
+        return f(*args)
+
+    e = engine(model, transports={"ipc": FromIpc()}, run=slow)
+    sync = WeightUpdate(trainer.transport, probe=[], score=None, tolerance=1e-4, deadline=0.15, how="drain")
+
+    async def main():
+        trainer.train()
+        asked = asyncio.create_task(e.generate(ask(prompt(1, 9), n=150)))
+        await wrote(e, 2)
+        if ends_ever:
+            assert await sync(trainer, e) == 1
+            assert set((await asked).versions) == {0} and len(asked.result().tokens) == 150
+        else:
+            with pytest.raises(StalledError, match="no answer to a pause"):
+                await sync(trainer, e)
+            asked.cancel()
+            stuck.set()
 
     asyncio.run(main())
     close(trainer, e)

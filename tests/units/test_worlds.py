@@ -93,6 +93,14 @@ def test_whole_observations_and_whole_actions(server):
     assert '{"said": "seed 0", "n": 0}' in read[0] and "not a JSON object" in read[1] and found.score.value == 3.0
 
 
+def test_what_is_json_and_no_object_is_no_action(server):
+    """It was sent as an empty action, which a server whose fields have defaults carries out and pays for."""
+    url, asked, _ = server
+    found, read = play(url, "5", "[1]", "[" * 50, '{"number": 12}')
+    assert [m["data"] for m in asked if m["type"] == "step"] == [{"number": 12}]
+    assert all("not a JSON object" in text for text in read[1:]) and found.score.value == 3.0
+
+
 @pytest.mark.parametrize(
     ("says", "args", "message"), [("13", {"action": "number"}, "bad luck"), ("3", {"show": "sayd"}, "it has: said, n")]
 )

@@ -114,7 +114,7 @@ class FixedNorm(Component):
     """w_n = 1 / (N·length).  [N] -> [N].  arXiv:2503.20783 (Dr. GRPO).  A constant in
     place of the length: no length bias.
 
-    length    the constant; unset, it becomes the recipe's max_tokens
+    length    the constant; unset, it becomes the recipe's max_tokens, that of one reply, however many turns there are
     """
 
     length: int | None = None

@@ -42,6 +42,9 @@ class Component:
     token_ratio: ClassVar[bool] = False
     """Of a surrogate: it compares the token's own probabilities, so the ratio must be the token's."""
 
+    probability: ClassVar[bool] = False
+    """It reads log p as the probability of one token among others, at most 0. A density is none: it may be above 0."""
+
     weighs: ClassVar[bool] = False
     """Of a correction: it reaches from the behavior to the proximal policy."""
 

@@ -50,6 +50,7 @@ class KlRegression(Component):
     beta: float = 0.1
     draws: int = 128
     top: int = 128
+    probability: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"advantage", "behavior"})
     slope: ClassVar[str] = "-(A - beta·log(u))"
 

@@ -47,6 +47,7 @@ class BinaryKlMask(MaskCorrection):
     phi: float = 0.1
     denominator: str = "all"
     weighs: ClassVar[bool] = True
+    probability: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         one_of("denominator", self.denominator, DENOMINATORS)

@@ -6,8 +6,9 @@ u_t = pi(t) / pi_behavior(t), without gradient. Their contract is in `surrogate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rondel.algos.component import Component
 from rondel.algos.scored_samples import over_group
@@ -150,6 +151,24 @@ class Guided(Clip):
         super().__post_init__()
         if not self.gamma > 0:
             raise ConfigError(f"gamma = {self.gamma}; it must be positive, or demonstrations would have no gradient")
+
+    def refuse_beside(self, parts: Mapping[str, Any]) -> None:
+        """Nobody drew a demonstration, at no version: nothing may read a log-probability of 0 as one that was drawn."""
+        kl = parts["kl"]
+        beside = {
+            f"kl.where = '{kl.where}'": kl.in_reward or kl.in_advantage,
+            "kl.target": kl.is_adaptive,
+            "advantage": "behavior_logprobs" in parts["advantage"].needs,
+            "distill": "behavior_logprobs" in parts["distill"].needs,
+            "correction": "ages" in parts["correction"].needs,
+            "terms": any(term.needs & {"behavior_logprobs", "ages"} for term in parts["terms"]),
+        }
+        if found := next((name for name, given in beside.items() if given), None):
+            raise ConfigError(
+                f"algo.{found} beside surrogate.kind = 'guided': it reads with which probability, or when, a token was "
+                "drawn, and nobody drew the tokens of a demonstration. Leave it out (a KL: kl.where = 'loss', without a "
+                "target), or learn the demonstrations beside the samples: algo.beside"
+            )
 
     def __call__(self, tokens: Tokens) -> Surrogate:
         own, pi_T = super().__call__(tokens), tokens.logprobs.exp()

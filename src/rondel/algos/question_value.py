@@ -32,6 +32,7 @@ class QuestionValue(GroupNorm):
     part: str = ""
     above: float = 0.5
     needs: ClassVar[frozenset[str]] = frozenset({"behavior_logprobs"})
+    probability: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -48,7 +48,8 @@ class Overlong(Component):
     """R_i = r_i - factor·clip((length_i - (max_tokens - buffer)) / buffer, 0, 1).  -> [N].  arXiv:2503.14476 (DAPO).
 
     Nothing up to max_tokens - buffer, then a straight line down to -factor at
-    max_tokens: 20480 tokens with a buffer of 4096 start to pay at 16384.
+    max_tokens: 20480 tokens with a buffer of 4096 start to pay at 16384. The limit is that of
+    one reply, so of an episode with several turns the longest one is the length.
 
     max_tokens    where the penalty is full; unset, it becomes the recipe's max_tokens
     buffer        over how many tokens it grows; unset, a fifth of max_tokens, as in the paper
@@ -84,9 +85,8 @@ class Overlong(Component):
         if self.max_tokens is None:
             raise ConfigError("algo.shaping.max_tokens is not set: set it, or call row.bounded(max_tokens) first")
         start, buffer = self._penalty_ramp(self.max_tokens)
-        return scored.rewards_N - self.factor * ((scored.lengths_N - start).to(scored.rewards_N.dtype) / buffer).clamp(
-            0, 1
-        )
+        over_N = (scored.longest_turn_N - start).to(scored.rewards_N.dtype) / buffer
+        return scored.rewards_N - self.factor * over_N.clamp(0, 1)
 
     def __str__(self) -> str:
         start, buffer = (
@@ -106,7 +106,8 @@ class KimiLength(Component):
     min) / (max - min) over its group.  -> [N].
 
     arXiv:2501.12599 (Kimi k1.5). Short right answers gain up to half a point, long ones lose it;
-    wrong ones can only lose. 0 where all are as long.
+    wrong ones can only lose. 0 where all are as long. No limit is in it: the length of an episode
+    is that of all its turns.
 
     factor    the weight of it all
     above     the reward that a right answer exceeds

@@ -122,6 +122,14 @@ class ScoredSamples:
         """Whose token it is, by its place among the samples."""
         return self.spread_to_tokens(torch.arange(len(self.lengths_N), device=self.lengths_N.device))
 
+    @property
+    def longest_turn_N(self) -> Tensor:
+        """[N] tokens of its longest turn: what the limit of one reply is compared with."""
+        if self.turn_T is None:
+            return self.lengths_N
+        turn_T = group_sizes(torch.ones_like(self.turn_T), self.turn_T)
+        return torch.zeros_like(self.lengths_N).scatter_reduce(0, self.sample_T, turn_T, "amax")
+
     def spread_to_tokens(self, values_N: Tensor) -> Tensor:
         """Every token gets the value of its sample.  [N] -> [T]."""
         return values_N.repeat_interleave(self.lengths_N)

@@ -87,6 +87,7 @@ class DivergencePenalty(Component):
 
     delta: float = 12.5
     token_ratio: ClassVar[bool] = True
+    probability: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = READS
     slope: ClassVar[str] = "-A"
 

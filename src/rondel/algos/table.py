@@ -172,7 +172,8 @@ class Algorithm:
     value: ClippedValue = field(default_factory=ClippedValue)  # (values_T, old_T, returns_T) -> loss_T, clipped_T
     terms: tuple[LossTerm, ...] = ()  # per-token terms of your own, beside the surrogate
     filters: tuple[str, ...] = ()
-    # an answer that the token limit cut off gives no gradient; its reward stays in the group's baseline
+    # an answer that the token limit cut off gives no gradient, of several turns one whose last was; its reward stays in
+    # the group's baseline
     mask_truncated: bool = False
 
     def __post_init__(self) -> None:

@@ -136,6 +136,7 @@ class DivergenceMask(Component):
     high: float = 0.15
     cap: float | None = None
     token_ratio: ClassVar[bool] = True
+    probability: ClassVar[bool] = True
     scales_advantage: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = READS
     slope: ClassVar[str] = "-A"

@@ -167,7 +167,14 @@ class TurnGae(Gae):
         assert scored.values_T is not None, "no critic has said what it expects"
         turns = Turns.of(scored)
         values_K = scored.values_T.to(scored.rewards_N.dtype)[turns.first_K]
-        found = gae(turns.earned_K, values_K, turns.sample_K, gamma=self.gamma, lam=self.lam)
+        found = gae(
+            turns.earned_K,
+            values_K,
+            turns.sample_K,
+            gamma=self.gamma,
+            lam=self.lam,
+            after_N=scored.value_after_N,
+        )
         return turns.spread(found[0]), turns.spread(found[1])
 
     def __str__(self) -> str:

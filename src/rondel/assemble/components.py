@@ -28,6 +28,7 @@ from rondel.assemble.refusals import (
     refuse_shown_tasks,
     refuse_unanswered,
     refuse_unplayed,
+    refuse_unwritable,
 )
 from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of, warn_of_entropy
 from rondel.assemble.run_components import Components
@@ -42,7 +43,7 @@ from rondel.core.config.validation_messages import explain_settings
 from rondel.core.errors import ConfigError, DataError, SandboxError, TemplateError, error_boundary
 from rondel.core.events import Warned, emit
 from rondel.core.media import ImageProcessorConfig
-from rondel.core.protocols import Env, Filter, MultiTurnEnv, PromptedEnv
+from rondel.core.protocols import DemonstratingEnv, Env, Filter, GoldEnv, MultiTurnEnv, PromptedEnv
 from rondel.core.registry import (
     find_registered,
     locate_path,
@@ -160,6 +161,8 @@ def build(job: Job, folder: Path | None = None, *, trains: bool = True) -> Compo
     for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
         if shows and not isinstance(env, DemonstratedGym | DemonstratedControl):
             refuse_unanswered(key, tasks.train)
+            if not isinstance(env, GoldEnv | DemonstratingEnv):
+                refuse_unwritable(key, tasks.train)
     shots = play_shots(job, tasks, env, sampling)
     tasks = _that_fit(job, tasks, env, shots)
     if tasks.too_long:
@@ -391,10 +394,23 @@ def _users_env(kind: str, found: Any, settings: dict[str, Any]) -> Any:
     if not isinstance(found, type):
         refuse_settings("task.env", kind, found, settings, given=2)
         refuse_uncallable(f"environment '{kind}'", partial(found, **settings), "task", "chat")
+        _refuse_synchronous(kind, found)
         return AsFunction(partial(found, **settings))
     made = make_from_settings("task.env", kind, found, settings)
     refuse_missing_methods("task.env", kind, made, {"run": ("task", "chat")})
+    _refuse_synchronous(kind, made.run)
     return made
+
+
+def _refuse_synchronous(kind: str, run: Any) -> None:
+    """A `def` without `async`, which would fail in every episode. What a lambda or an object returns is seen there."""
+    written = inspect.unwrap(run)
+    is_def = (inspect.isfunction(written) or inspect.ismethod(written)) and written.__name__ != "<lambda>"
+    if is_def and not inspect.iscoroutinefunction(written):
+        raise ConfigError(
+            f"task.env: {written.__name__} of '{kind}' is not async, and an episode waits for the policy: write "
+            f"async def {written.__name__}{inspect.signature(written)}, and in it await chat.reply()"
+        )
 
 
 def _has_sandbox(found: Any) -> bool:

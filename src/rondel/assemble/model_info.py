@@ -28,6 +28,7 @@ class ModelInfo:
     fp32_stream: bool = False  # its residual stream, where it computes in 16 bits
     arithmetic: dict[str, str] = field(default_factory=dict)  # what its last bits depend on (assemble/arithmetic.py)
     told_experts: RoutedExperts | None = None  # how a server tells its routes; None where it cannot
+    stop_ids: frozenset[int] = frozenset()  # tokens at which its answers end
 
     @property
     def weight_bytes(self) -> int:
@@ -47,4 +48,5 @@ class ModelInfo:
             loaded.fp32_stream,
             arithmetic_of(loaded.device, threads, has_loops=not isinstance(loaded.head, StepHead)),
             RoutedExperts.of_model(loaded) if loaded.routers else None,
+            loaded.stop_ids,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,9 +19,10 @@ from rondel.assemble.refusals import refuse_job
 from rondel.assemble.rows import rows_of
 from rondel.core.config.job import Job
 from rondel.core.errors import UserError
-from rondel.core.types import GREEDY, Group, Request, Sampling, Score, Task, Trajectory, sample_key
+from rondel.core.types import GREEDY, Failed, Group, Request, Sampling, Score, Task, Trajectory, sample_key
 from rondel.generate.template import Template
 from rondel.models.save import save_model
+from rondel.score.result import read_score
 from rondel.train import own_steps
 from rondel.train.pack import batch_of
 from rondel.train.step import LocalTrainer
@@ -39,7 +40,8 @@ class Trainer:
     >>> rewards = [[float("7" in answer.text) for answer in group] for group in answers]  # doctest: +SKIP
     >>> trainer.forward_backward(answers, rewards), trainer.optim_step()  # doctest: +SKIP
 
-    recipe    a TOML file or its tables as dicts; only `model` is needed. task, reward and loop are yours, and not read
+    recipe    a TOML file or its tables as dicts; only `model` is needed. task, reward and loop are yours, and not read:
+              nor are filters of a row, as dapo's, which leaves out groups of equal rewards
     sections  tables whose keys override it
 
     Engine and trainer hold the same weights in this process; after each optim_step the engine is given the new version
@@ -56,6 +58,19 @@ class Trainer:
             raise UserError(
                 "rondel.Trainer has one policy, whose engine and trainer share the weights in this process: leave out "
                 "policies, teachers, trainer.memory.offload and place, or use rondel.run"
+            )
+        if rows.of or job.algo.beside or rows.main.is_adaptive:
+            what = "a coefficient or an advantage that follows earlier steps" if rows.main.is_adaptive else "more rows"
+            raise UserError(
+                f"algo has {what}, and rondel.Trainer adds up the gradient of one row as it stands: leave out "
+                "kl.target, entropy.delta, algo.sources and algo.beside, take an advantage that remembers nothing, or "
+                "use rondel.run"
+            )
+        if "greedy" in rows.needs or rows.main.advantage.asks_again:
+            what = "a greedy answer to every prompt" if "greedy" in rows.needs else "prompts that are asked again"
+            raise UserError(
+                f"'{rows.main.name}' needs {what}, which a loop by hand does not draw: use rondel.run, or another "
+                "algo.advantage.kind"
             )
         self.algo, self.temperature = rows.main, sampling.temperature
         self._behavior_wants = rows.behavior_wants
@@ -122,12 +137,14 @@ class Trainer:
         answer; None where the trajectories have a score already. -> metrics. A group whose rewards are equal has no
         signal under most rows.
         """
-        if rewards is not None and [len(group) for group in answers] != [len(group) for group in rewards]:
+        if rewards is not None and [len(group) for group in answers] != [
+            len(group) if isinstance(group, Sized) else None for group in rewards
+        ]:
             raise UserError("rewards must have one number for each answer: a list for each prompt")
         groups = []
         for number, group in enumerate(answers):
             scored = [
-                t if rewards is None else replace(t, score=Score(float(rewards[number][i])))
+                t if rewards is None else replace(t, score=_read_reward(rewards[number][i], number, i))
                 for i, t in enumerate(group)
             ]
             if any(t.policy == GREEDY for t in scored):
@@ -251,10 +268,30 @@ class Trainer:
         return list(prompt)  # type: ignore[arg-type]
 
 
+def _read_reward(given: Any, group: int, answer: int) -> Score:
+    score = read_score(given)
+    if isinstance(score, Failed):
+        told = f"{score.reason} {score.detail}".strip().replace("returned", "is", 1)
+        raise UserError(f"rewards[{group}][{answer}] {told}: give a finite number for each answer")
+    return score
+
+
 def _complete_job(recipe: str | Path | Mapping[str, Any], overrides: dict[str, Any], folder: str) -> Job:
-    """What a recipe must have beside its model, where it says nothing of it."""
+    """What a recipe must have beside its model, where it says nothing of it. No supervised phase comes first, and
+    nobody knows which step is the last.
+    """
     if isinstance(recipe, Mapping):
-        rows = [{"prompt": "", "answer": ""}]
-        own = {"task": {"data": {"kind": rows}}, "loop": {"steps": 1}, "run": {"folder": folder}}
-        return Job.read(own | dict(recipe), {"trainer.schedule": "constant"} | overrides)
-    return Job.read(recipe, {"run.folder": folder, "trainer.schedule": "constant"} | overrides)
+        loop = recipe.get("loop", {})
+        steps = {} if isinstance(loop, Mapping) and "passes" in loop else {"steps": 1}
+        data = {"kind": [{"prompt": "", "answer": ""}]}
+        own: dict[str, dict[str, Any]] = {"task": {"data": data}, "loop": steps, "run": {"folder": folder}}
+        tables = {n: {**own.get(n, {}), **t} if isinstance(t, Mapping) else t for n, t in recipe.items()}
+        job = Job.read(own | tables, overrides | {"loop.warmup.steps": 0})
+    else:
+        job = Job.read(recipe, {"run.folder": folder} | overrides | {"loop.warmup.steps": 0})
+    if job.trainer.schedule != "constant":
+        raise UserError(
+            f"trainer.schedule = '{job.trainer.schedule}' needs to know the last step, which rondel.Trainer does not: "
+            "give trainer={'schedule': 'constant'}, and optim_step(lr) the rate of each step"
+        )
+    return job

@@ -16,7 +16,7 @@ from rondel.core.protocols import Env, NamedAgentsEnv
 from rondel.core.registry import suggest_name
 from rondel.core.types import Sampling, Task
 from rondel.generate.envs.episode import refuse_untrainable
-from rondel.generate.envs.holdout import content_key
+from rondel.generate.envs.holdout import asked_key, content_key
 from rondel.models.control.kinds import is_control, is_world_model
 from rondel.models.flow.kinds import is_flow
 from rondel.score import has_offload
@@ -117,7 +117,7 @@ def refuse_idle_evaluation(job: Job, held_out: list[Task]) -> None:
 def refuse_shown_tasks(job: Job, held_out: list[Task]) -> None:
     """Held-out questions whose answer stands in the prompt."""
     given = {content_key(example["prompt"]) for example in job.task.shown_examples}
-    if shown := [task.id for task in held_out if content_key(str(task.data.get("prompt", ""))) in given]:
+    if shown := [task.id for task in held_out if asked_key(task) in given]:
         raise ConfigError(
             f"task.env.examples has the question of held-out task {shown[0]}: its evaluation would only read. Use "
             "another example"
@@ -144,6 +144,16 @@ def refuse_unanswered(key: str, tasks: list[Task]) -> None:
         raise DataError(
             f"{key}: task {lacking.id} has no 'answer' to show; it has: {', '.join(lacking.data)}. Name its field "
             "with answer = '...' in the data"
+        )
+
+
+def refuse_unwritable(key: str, tasks: list[Task]) -> None:
+    """An answer that is shown is a text; completions of a chat are lists of messages."""
+    if odd := next((t for t in tasks if not isinstance(t.data["answer"], str | int | float)), None):
+        shown = odd.data["answer"]
+        raise DataError(
+            f"{key}: the answer of task {odd.id} is a {type(shown).__name__}, {shown!r:.80}, and would be learned as it "
+            "is written here: give a text, the content of the assistant's message say"
         )
 
 
@@ -232,8 +242,8 @@ def _check_foreign(job: Job, sampling: Sampling) -> None:
         ),
         (
             not sampling.truncates_support,
-            f"does not tell which tokens it drew from (top_k = {sampling.top_k}, top_p = {sampling.top_p}), and the "
-            "trainer needs them: use top_k = 0 and top_p = 1",
+            f"does not tell which tokens it drew from (top_k = {sampling.top_k}, top_p = {sampling.top_p}, min_p = "
+            f"{sampling.min_p}), and the trainer needs them: use top_k = 0, top_p = 1 and min_p = 0",
         ),
         (
             job.loop.max_staleness == 0 or not any(isinstance(s, str) for s in sampling.stop),
@@ -426,7 +436,7 @@ def _check_teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         ),
         (
             not sampling.truncates_support,
-            "compares whole distributions, and top_k or top_p cut the policy's: set them to 0 and 1",
+            "compares whole distributions, and top_k, top_p or min_p cut the policy's: set them to 0, 1 and 0",
         ),
         (
             job.place.cluster != "torchrun",
@@ -468,7 +478,7 @@ def _check_criteria(job: Job, rule: CriterionBonus, sampling: Sampling) -> None:
         ),
         (
             not sampling.truncates_support,
-            "compares with the log-probabilities of the draw, and top_k or top_p cut these: set them to 0 and 1",
+            "compares with the log-probabilities of the draw, and top_k, top_p or min_p cut these: set them to 0, 1 and 0",
         ),
     ]
     for holds, rule_text in rules:
@@ -550,8 +560,9 @@ def _check_whole_distribution(rows: AlgorithmRows, sampling: Sampling) -> None:
     if len(kinds) > 1 and (sampling.temperature != 1 or sampling.truncates_support):
         raise ConfigError(
             f"'{kinds[True]}' learns the model's own distribution at temperature 1, and '{kinds[False]}' that of the "
-            f"sampler (temperature = {sampling.temperature:g}, top_k = {sampling.top_k}, top_p = {sampling.top_p:g}): "
-            "give all sources rows of one kind, or sample with temperature = 1, top_k = 0 and top_p = 1"
+            f"sampler (temperature = {sampling.temperature:g}, top_k = {sampling.top_k}, top_p = {sampling.top_p:g}, min_p = "
+            f"{sampling.min_p:g}): give all sources rows of one kind, or sample with temperature = 1, top_k = 0, top_p = 1 "
+            "and min_p = 0"
         )
 
 

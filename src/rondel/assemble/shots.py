@@ -49,7 +49,11 @@ def play_shots(job: Job, tasks: TaskSet, env: Any, sampling: Sampling) -> dict[s
 async def _play_gold(job: Job, env: Any, task: Task, chat: TokenChat) -> dict[str, Messages]:
     """One task, as {agent: messages}."""
     section = job.task
-    gold = GoldEpisode(env) if isinstance(env, GoldEnv) else Demonstrate(suffix=section.suffix)
+    gold = (
+        GoldEpisode(env, trained=False)
+        if isinstance(env, GoldEnv)
+        else Demonstrate(suffix=section.suffix, trained=False)
+    )
     try:
         await gold.run(task, chat)
     except RondelError:
@@ -65,7 +69,7 @@ async def _play_gold(job: Job, env: Any, task: Task, chat: TokenChat) -> dict[st
                 f"task.env.shots: the gold replies of {task.id} do not fit into engine.sampling.max_tokens = "
                 f"{one.sampling.max_tokens}, or into the model's context of {one.max_context}"
             )
-        messages = sent_messages(one.sent, one.template, tools=bool(one.tools))
+        messages = sent_messages(one.sent, one.template, tools=one.tools)
         shown[one.trajectory.agent] = [m for m in messages if m["role"] != "system"]
     return shown
 

@@ -59,7 +59,10 @@ def refuse_static_shapes(job: Job, sampling: Sampling, loaded: LoadedModel, need
         (loaded.indexers == 0 and not loaded.compressed, "attention to chosen or compressed keys depends on scores"),
         (hasattr(loaded.head, "logits"), "a flow draws points, whose passes are its own"),
         (not loaded.aligned, 'engine.numerics = "aligned" lets each query attend alone: set "fast"'),
-        (not sampling.truncates_support, "top_k and top_p leave each draw another number of tokens: set 0 and 1"),
+        (
+            not sampling.truncates_support,
+            "top_k, top_p and min_p leave each draw another number of tokens: set 0, 1 and 0",
+        ),
         (not found, f"algo.kind = '{job.algo.kind}' needs {', '.join(found)}"),
         (mesh.world == 1, f"place.ranks = {mesh.world}: ranks share micro-batches by length; use one"),
         (job.engine.speculative.kind != "draft", "a draft model is trained in passes of its own"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 from rondel.assemble.rows import AlgorithmRows
 from rondel.core.config.environment import ENV_TABLES
 from rondel.core.config.job import Job
+from rondel.core.config.task import TaskConfig
 from rondel.core.errors import ConfigError, ModelError, UserError
 from rondel.core.mesh import AXES
 from rondel.core.transitions import OBSERVED, PREDICTED
@@ -28,7 +29,7 @@ from rondel.models.control.kinds import (
 )
 from rondel.models.flow.kinds import FLOW_MLP, is_flow
 from rondel.models.load import tokenizer_of
-from rondel.models.model_type import model_type_of
+from rondel.models.model_type import model_settings, model_type_of
 
 NEXT_TOKEN = {  # what a row may need that is computed of the next token, for every token
     "teacher_logprobs": "a teacher",
@@ -62,7 +63,13 @@ def refuse_flow_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
         return
     rules = [
         (kind == "flow" or kind not in ENV_TABLES, f'task.env = "{kind}" reads text: set task.env = "flow"'),
-        *refusals_of_steps(job, rows, "flow_grpo, ddrl or grpo", axes=("replicas", "shards", "cp", "tp")),
+        (
+            not job.task.episode.budget.model_fields_set,
+            "task.env.budget counts text, of a flow it would be denoising steps: set engine.sampling.max_tokens",
+        ),
+        *refusals_of_steps(
+            job, rows, "flow_grpo, ddrl or grpo", densities=True, axes=("replicas", "shards", "cp", "tp")
+        ),
         (mesh.cp_attention != "ring", "keys and values of its patches are gathered over cp: leave cp_attention out"),
         (
             mesh.cp == 1 or model_type_of(job.model.path) != FLOW_MLP,
@@ -98,6 +105,10 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
         world,
         'task.env = "control" plays worlds: set task.data = { kind = "gym", name = "CartPole-v1", n = 100 }',
     )
+    pays = (
+        kind != "control" or job.task.reward == TaskConfig.model_fields["reward"].default,
+        "the world pays for its actions: leave task.reward out, or wrap the world",
+    )
     if writes_actions(job):
         writes = (
             not is_control(job.model.path),
@@ -109,7 +120,9 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
             "task.env.frames shows pictures to a model of text alone: leave it out, or take one that looks, as in "
             "recipes/vision.toml",
         )
-        refuse_first([writes, plays, looks], 'task.env.actions = "tokens"', Sampling(), ACTIONS, "docs/control.md")
+        refuse_first(
+            [writes, plays, looks, pays], 'task.env.actions = "tokens"', Sampling(), ACTIONS, "docs/control.md"
+        )
         return
     if not is_control(job.model.path):
         if kind == "control":
@@ -122,7 +135,12 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
     rules = [
         (kind == "control" or kind not in ENV_TABLES, f'task.env = "{kind}" reads text: set task.env = "control"'),
         plays,
+        pays,
         (not job.task.episode.budget.model_fields_set, "task.env.budget counts text: set task.env.turns"),
+        (
+            job.task.system is None or reads_pictures(job.model.path),
+            "task.system is text, and this one reads numbers: leave it out",
+        ),
         *picture_rules(job),
         (
             not job.loop.warmup.steps or bool(job.task.env_settings.get("expert")),
@@ -145,6 +163,7 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
             has_critic=True,
             learns_noise=not draws_chunks(job.model.path),
             others=model_of_world(job) is not None,
+            densities=draws_chunks(job.model.path) or not model_settings(job.model.path).get("discrete", True),
         ),
     ]
     refuse_first(rules, "model.path is a policy of actions", sampling, ACTIONS, "docs/control.md")
@@ -219,6 +238,11 @@ def refuse_world_model(job: Job, rows: AlgorithmRows) -> None:
             f"algo.kind = '{rows.main.name}' has no critic, without which an episode that is cut off after a few steps "
             "is worth what it earned in them: use ppo",
         ),
+        (
+            not rows.main.mask_truncated,
+            "algo.mask_truncated leaves out what is cut off, here all imagined episodes that do not end within horizon "
+            "steps, so that the policy would learn from those alone in which the world ends: leave it out",
+        ),
         (not job.loop.replays.groups, "loop.replays brings back whole groups: use task.env.model.memory"),
         (
             job.engine.sampling.temperature == 1.0,
@@ -270,6 +294,7 @@ def refusals_of_steps(
     has_critic: bool = False,
     learns_noise: bool = False,
     others: bool = False,
+    densities: bool = False,
     axes: tuple[str, ...] = (),
 ) -> Rules:
     """(whether it holds, the rule) of every policy that does not write token after token.
@@ -277,6 +302,7 @@ def refusals_of_steps(
     instead       rows of algorithms that it can have
     learns_noise  whether the weights move its entropy
     others        whether other policies may stand beside it
+    densities     whether it draws numbers, whose log-densities may be above 0
     axes          of place.mesh along which its trainer may have several ranks
     """
     mesh = job.place.mesh.to_mesh(job.place.ranks)
@@ -312,6 +338,14 @@ def refusals_of_steps(
         needs = sorted({told for need, told in odd.items() if need in row.needs})
         needs += ["the whole vocabulary at temperature 1"] * row.surrogate.whole_distribution
         rules.append((not needs, f"algo.kind = '{row.name}' needs {', '.join(needs)}: use {instead}"))
+        reads = [family for family, part in row.parts.items() if part.probability] if densities else []
+        rules.append(
+            (
+                not reads,
+                f"algo.{', '.join(reads)} of '{row.name}' compares probabilities of a token, and numbers have "
+                f"densities, which are none: use {instead}",
+            )
+        )
         if not learns_noise:
             rules.append(
                 (

@@ -12,6 +12,8 @@ from rondel.assemble.served_engine import ServerSettings, open_engine
 from rondel.core.clocks import run_loop
 from rondel.core.errors import UserError
 from rondel.runtime.devices import prepare_process
+from rondel.system.files import make_folder
+from rondel.system.folder_lock import lock_folder
 from rondel.system.http.server import bind_socket
 from rondel.training_api.app import BODY, build_app
 from rondel.training_api.process import serve_app
@@ -37,9 +39,12 @@ def serve_training(
             raise UserError(
                 f"{option} with --training has no effect: its clients come back for their results; leave it out"
             )
-    prepare_process()
-    sock = bind_socket(settings.host, settings.port, api_key=key)
+    where = make_folder(Path(folder), "--folder")
+    taken = f"another server works in '{where}': end it, or give this one a --folder of its own"
     with ExitStack() as ends:
+        ends.enter_context(lock_folder(where, taken))
+        prepare_process()
+        sock = bind_socket(settings.host, settings.port, api_key=key)
         ends.callback(sock.close)
         served = open_engine(model, replace(settings, adapters=settings.adapters or {}), ends)
         engine = served.engine
@@ -51,7 +56,7 @@ def serve_training(
             backend = AdapterService(engine.loaded, engine, run=served.device.run, name=name, cache_tokens=room)
             try:
                 limits = settings.limits
-                app = build_app(backend, Path(folder), key, body=limits.body or BODY, samples=limits.samples)
+                app = build_app(backend, where, key, body=limits.body or BODY, samples=limits.samples)
                 await serve_app(app, sock, ready=lambda: ready(host, port, served.what), close=app.clients.close)
             finally:
                 await engine.pause("abort")

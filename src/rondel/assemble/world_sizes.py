@@ -71,9 +71,9 @@ def measure_scales(name: str, world: Any, spaces: WorldSpaces) -> dict[str, list
     seen, changes, rewards, last = list[np.ndarray](), list[np.ndarray](), list[float](), None
     for number in range(RANDOM):
         if last is None:
-            last = spaces.flatten(call_world(name, world.reset, seed=number)[0])
+            last = spaces.observe(call_world(name, world.reset, seed=number)[0])
         shown, reward, terminated, truncated, _ = call_world(name, world.step, world.action_space.sample())
-        after = spaces.flatten(shown)
+        after = spaces.observe(shown)
         seen.append(last)
         changes.append(after - last)
         rewards.append(float(reward))

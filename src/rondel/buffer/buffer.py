@@ -23,6 +23,8 @@ its place is refunded, and its task is lost (and counted), or asked again from t
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -188,12 +190,15 @@ class Buffer:
             self.groups, self.version, ended=self._closed or self.rule.is_exhausted(self.counts.dropped)
         )
 
-    def settle_groups(self, *, failed: str = "") -> None:
-        """Book the taken groups: trained, or failed for the given reason. Nobody is woken, nothing is admitted.
+    def settle_groups(self, *, failed: str = "", outcomes: Mapping[int, str] | None = None) -> None:
+        """Book the taken groups: trained, or failed for the given reason; those of `outcomes` for their own, "" where
+        they were trained. Nobody is woken, nothing is admitted.
 
         A failed batch was consumed all the same, so its places are not refunded: v counts batches.
         """
-        self.counts.record_consumed(len(self.groups.taken), failed=failed)
+        reasons = Counter((outcomes or {}).get(number, failed) for number in self.groups.taken)
+        for reason, groups in reasons.items():
+            self.counts.record_consumed(groups, failed=reason)
         self.groups.taken.clear()
         self.ledger()
 

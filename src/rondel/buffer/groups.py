@@ -144,7 +144,7 @@ class GroupLedger:
         self.refunded += 1
 
     def record_consumed(self, groups: int, *, failed: str) -> None:
-        """A batch was trained, or failed for the given reason."""
+        """Groups of a batch were trained, or failed for the given reason."""
         if failed:
             self.failed[failed] += groups
         else:

@@ -197,6 +197,15 @@ def _check_signal(parts: Components, groups: list[Group]) -> list[CheckFinding]:
         )
         for name in sorted(silent)
     ]
+    if not any(t.written or t.steps for t in answers):
+        found.append(
+            CheckFinding(
+                "rollouts",
+                False,
+                f"the policy wrote nothing in {len(answers)} answers, so there is nothing to train",
+                "let the environment ask it: await chat.reply()",
+            )
+        )
     if failed:
         found.append(
             CheckFinding(
@@ -214,9 +223,7 @@ def _check_memory(parts: Components) -> CheckFinding:
     held = parts.trainer.offload.memory()
     loaded = sum(held.get(name, 0) for name in ("weights", "critic"))  # a frozen base included
     loaded += parts.placed.frozen_bytes
-    needed = sum(
-        4 * m.numel() * (4 if m is not p else 3) for owner in owners for p, m in zip(owner.compute, owner.masters)
-    )
+    needed = sum(4 * size * (4 if copy else 3) for owner in owners for size, copy in zip(owner.sizes, owner.has_copies))
     free = free_memory()  # beside the copy that computes: master, gradient, two moments
     several = f" of {len(trainers)} policies" if len(trainers) > 1 else ""
     message = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from hashlib import blake2b
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,6 +113,7 @@ def _weights_digest(trainer: LocalTrainer) -> bytes:
     """A digest of the masters and of the copies that the engine reads, and of the critic's."""
     digest = blake2b(digest_size=16)
     owners = [trainer.weights, *([trainer.critic.weights] if trainer.critic else [])]
-    for tensor in {t.data_ptr(): t for weights in owners for t in (*weights.masters, *weights.compute)}.values():
+    held = {t.data_ptr(): t for weights in owners for t in weights.compute}.values()
+    for tensor in chain(held, (weights.read_master(i) for weights in owners for i in range(len(weights.names)))):
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.digest()

@@ -207,7 +207,7 @@ def setting_of(words: list[str]) -> Any:
     rest = [word for word in words if word and word not in asked]
     if not rest:
         if not questions:
-            raise ConfigError("a recipe or a model is needed: rondel plan RUN.toml, or rondel plan --what-if model=7b")
+            raise ConfigError("a recipe or a model is needed: name RUN.toml, or ask --what-if model=7b")
         return what_if(questions)
     job, _ = read_job(*rest)
     if is_planned_flow(job.model.path):

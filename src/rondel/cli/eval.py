@@ -20,7 +20,7 @@ from rondel.system.run_weights import find_run_weights
 from rondel.text.unicode import visible_text
 
 SETTINGS = OVERRIDES
-FILE_KINDS = {".jsonl": "jsonl", ".parquet": "parquet"}
+FILE_KINDS = {".jsonl": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 
 
 def run(
@@ -52,7 +52,9 @@ def run(
         str,
         typer.Option("--rates", metavar="FILE", help="Instead: the training tasks with their pass rates, as JSONL."),
     ] = "",
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Tries at each task for --rates.")] = 10,
+    samples: Annotated[
+        int | None, typer.Option("--samples", min=1, help="Tries at each task for --rates; 10 when left out.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Score a model on held-out tasks.
@@ -63,9 +65,20 @@ def run(
     if not 1 <= len(names) <= 2:
         raise UserError(f"give a model or run, then at most one recipe; {len(names)} were given: {', '.join(names)}")
     model, recipe = names[0], (names[1] if len(names) > 1 else "")
-    overrides |= {} if n is None else {"task.eval.n": n}
+    _refuse_ineffective(overrides)
     if rates:
-        return _write_ratings(model, recipe or None, overrides, samples, Path(rates))
+        asked = {"--n": n, "--draws": draws, "--k": k, "--set": sets, "--report": report, "--json": as_json}
+        if idle := [name for name, given in asked.items() if given]:
+            raise UserError(
+                f"{', '.join(idle)} with --rates: it tries every training task --samples times and writes FILE, and "
+                "evaluates no held-out set. Leave out one of both"
+            )
+        return _write_ratings(model, recipe or None, overrides, best, samples or 10, Path(rates))
+    if samples is not None:
+        raise UserError(
+            f"--samples {samples} belongs to --rates FILE; --draws {samples} answers held-out tasks so often"
+        )
+    overrides |= {} if n is None else {"task.eval.n": n}
     overrides |= {} if draws is None else {"task.eval.samples": draws}
     overrides |= {"task.eval.k": _parse_numbers(k)} if k else {}
     overrides |= {f"task.eval.sets.{name}": table for name, table in map(_parse_set, sets or [])}
@@ -88,8 +101,19 @@ def run(
         print(f"\nreport  {page}")
 
 
+def _refuse_ineffective(overrides: dict[str, Any]) -> None:
+    """Of the sections that only training reads."""
+    for name in overrides:
+        section = name.partition(".")[0]
+        if section in ("trainer", "sync", "run") or (section == "loop" and name != "loop.seed"):
+            raise UserError(
+                f"--{name}={overrides[name]} has no effect on an evaluation, which trains nothing: leave it out. "
+                "It reads model, task, engine, place and loop.seed"
+            )
+
+
 def _print_result(whose: str, result: Any) -> None:
-    from rondel.runtime.telemetry.scores import interval_text, is_share, score_text
+    from rondel.runtime.telemetry.scores import failure_text, interval_text, is_share, score_text
 
     share = is_share(dataclasses.asdict(result))
     what = "score" if share else "mean reward"
@@ -103,7 +127,7 @@ def _print_result(whose: str, result: Any) -> None:
         own = share if name.startswith("avg@") else True
         print(f"  {name:<14} {score_text(value, own):>7}   {interval_text(low, high, own)}")
     if failed := result.request.get("failed"):
-        print(f"{failed} of them could not be scored and count as 0")
+        print(f"{failed} of them {failure_text(result.request)}")
     print(
         f"profile {result.profile}, weights of version {result.version} after step {result.step}, {result.seconds:.1f} "
         f"s"
@@ -175,7 +199,9 @@ def _progress_printer() -> Callable[[str, int, int], None]:
     return print_progress
 
 
-def _write_ratings(model: str, recipe: str | None, overrides: dict[str, Any], samples: int, path: Path) -> None:
+def _write_ratings(
+    model: str, recipe: str | None, overrides: dict[str, Any], best: bool, samples: int, path: Path
+) -> None:
     """One line a task, which task.data of kind "jsonl" reads: `where = { pass_rate = [0.1,
     0.9] }` leaves out what teaches nothing.
     """
@@ -193,7 +219,7 @@ def _write_ratings(model: str, recipe: str | None, overrides: dict[str, Any], sa
                 flush=True,
             )
 
-    rows = rate(model, recipe, overrides, samples, print_progress)
+    rows = rate(model, recipe, overrides, samples, print_progress, best)
     write_text(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
     known = sorted(row["pass_rate"] for row in rows if row["pass_rate"] is not None)
     never, always = (sum(r == end for r in known) for end in (0.0, 1.0))

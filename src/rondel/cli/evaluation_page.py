@@ -7,8 +7,8 @@ import math
 from html import escape
 from typing import Any
 
-from rondel.driver.evaluation import SetEvaluation, sample_row
-from rondel.runtime.telemetry.scores import interval_text, is_share, score_text
+from rondel.driver.evaluation import SetEvaluation, is_right, sample_row
+from rondel.runtime.telemetry.scores import failure_text, interval_text, is_share, score_text
 
 EXAMPLES = 6  # right ones and wrong ones, of each set
 LONGEST = 3000  # characters of an answer that are shown
@@ -72,7 +72,7 @@ def _bars(done: list[SetEvaluation]) -> str:
 def _section(each: SetEvaluation) -> str:
     e, share = each.event, is_share(dataclasses.asdict(each.event))
     draws = f"{e.draws} draws each at" if e.draws > 1 else "one answer each at"
-    failed = f", {e.request['failed']} answers could not be scored and count as 0" if e.request.get("failed") else ""
+    failed = f", {e.request['failed']} answers {failure_text(e.request)}" if e.request.get("failed") else ""
     facts = f"{e.n} tasks, {draws} temperature {e.request['temperature']:g}; 95 % intervals: {e.interval}{failed}"
     facts += f"; weights {weights}" if (weights := e.request.get("weights")) else ""
     rows = [("score" if share else "mean reward", e.score, e.low, e.high, share)]
@@ -128,8 +128,8 @@ def _curves(metrics: dict[str, list[float]]) -> str:
 
 def _examples(each: SetEvaluation) -> str:
     drawn = [(task, t) for task, own in zip(each.tasks, each.draws) for t in own[:1]]
-    right = [pair for pair in drawn if (pair[1].reward or 0.0) >= each.pass_reward]
-    wrong = [pair for pair in drawn if (pair[1].reward or 0.0) < each.pass_reward]
+    right = [pair for pair in drawn if is_right(pair[1].reward, each.pass_reward)]
+    wrong = [pair for pair in drawn if not is_right(pair[1].reward, each.pass_reward)]
     out = []
     for title, mark, pairs in (("Right", "right", right), ("Wrong", "wrong", wrong)):
         if pairs:

@@ -52,6 +52,8 @@ def run(
     print(f"{into}: {checkpoint.name}{kind or f', {before / 1e6:,.1f} MB of weights'}")
     if push:
         print(f"pushed  {_push(into, push, token, public, f'{source}, step {weights.step}')}")
+    for other in sorted((checkpoint / "policies").glob("*/")):
+        print(f"left    the policy '{other.name}' has weights of its own: rondel export {other} {into}-{other.name}")
     if (into / PROGRAM).is_file():
         print(f"program {into / PROGRAM}, for torch alone")
     adapter, ours = (into / "adapter_config.json").is_file(), (into / PROGRAM).is_file() or has_blocks(str(into))

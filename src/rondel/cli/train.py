@@ -40,13 +40,14 @@ def run(
 
 def closing_summary(folder: str, card: dict[str, Any]) -> str:
     """What a newcomer wants to see last: before and after, a few answers, where everything is, what to try next."""
-    from rondel.runtime.telemetry.scores import interval_text, score_text
+    from rondel.runtime.telemetry.scores import failure_text, interval_text, score_text
 
     share, found = card["score_is_share"], _list_evaluations(card)
     width = max((len(name) for name, _ in found), default=0)
     rows = [
         f"  {name:<{width}} {score_text(e['score'], share):>7}   95 % interval "
         f"{interval_text(e['low'], e['high'], share)}   n = {e['n']}"
+        + (f", {failed} {failure_text(e['request'])}" if (failed := e["request"].get("failed")) else "")
         for name, e in found
     ]
     temperature = found[0][1]["request"].get("temperature", 0) if found else 0

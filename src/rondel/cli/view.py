@@ -37,11 +37,13 @@ def run(
     from rondel.cli.page import render_page
     from rondel.cli.point_coverage import describe_coverage
     from rondel.core.errors import UserError
-    from rondel.runtime.journal.log import read_recipe
+    from rondel.runtime.journal.log import journal_of, read_recipe
     from rondel.runtime.journal.store import read_step, stored_steps
     from rondel.runtime.telemetry.drawn_images import image_grid, write_png
 
     stored = stored_steps(folder)
+    if not stored:
+        journal_of(folder)
     if step is None and stored:
         step = stored[-1]
     rows = read_step(folder, 1 if step is None else step)

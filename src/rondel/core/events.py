@@ -165,6 +165,13 @@ class Evaluated(Event):
 
 
 @dataclass(slots=True)
+class Checkpointing(Event):
+    """What happened before this line is in the checkpoint of `step`, should it be completed."""
+
+    step: int
+
+
+@dataclass(slots=True)
 class Checkpointed(Event):
     step: int
     version: int

@@ -16,6 +16,9 @@ from typing import Any
 
 from rondel.core.errors import ConfigError
 from rondel.core.registry import GIVEN, MAIN, Untravelled, can_be_imported
+from rondel.core.types import unwrap_scalar
+
+CALLED = ("task.env", "task.reward", "task.filters")  # keys at which a name, a class or a function stands
 
 
 class GivenRows:
@@ -40,6 +43,7 @@ def name_objects(tree: Any, at: str = "") -> Any:
     source = at.startswith("task.data.") and at.endswith(".kind")
     if isinstance(tree, Mapping) and not source:
         return {key: name_objects(value, f"{at}.{key}" if at else str(key)) for key, value in tree.items()}
+    tree = unwrap_scalar(tree)
     plain = tree is None or isinstance(tree, str | int | float)
     if (source or at == "task.data") and not plain and not callable(tree):
         name = _remember(_rows(tree, at), at)
@@ -49,11 +53,19 @@ def name_objects(tree: Any, at: str = "") -> Any:
     if isinstance(tree, str) and tree.startswith(f"{MAIN}:"):
         found = getattr(sys.modules[MAIN], tree.partition(":")[2], None)
         return tree if found is None else _remember(found, at, tree)
+    if not callable(tree) and not plain and at.removesuffix(".kind") in CALLED:
+        raise ConfigError(
+            f"{at} is an object of {type(tree).__name__}, which cannot be called: give the class or a function itself, "
+            f"and settings of a class beside it, as in {at.removesuffix('.kind')} = "
+            f"{{'kind': {type(tree).__name__}, ...}}"
+        )
     return _remember(tree, at) if callable(tree) else tree
 
 
 def _rows(rows: Any, at: str) -> GivenRows:
     try:
+        if hasattr(rows, "to_dict") and hasattr(rows, "notna"):  # a DataFrame of pandas, where NaN is what is missing
+            rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
         return GivenRows(rows)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{at}: rows are dicts, as in [{{'prompt': '2 + 2 =', 'answer': '4'}}]: {error}") from error

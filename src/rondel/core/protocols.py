@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -53,7 +54,7 @@ class RolloutEngine(Protocol):
     async def status(self) -> EngineStatus: ...
     async def generate(self, request: Request) -> Completion: ...
     async def score(self, request: Request) -> TokenScores: ...
-    async def pause(self, how: Interrupt = "hold", lease: float = 600.0) -> None: ...
+    async def pause(self, how: Interrupt = "hold", lease: float = inf) -> None: ...  # at most so long
     async def resume(self) -> None: ...
     async def sleep(self, tags: Tags) -> None: ...
     async def wake(self, tags: Tags) -> None: ...
@@ -195,6 +196,13 @@ class SelfScoringEnv(Protocol):
     """An environment that always sets the score of its episodes: `rondel check` plays it instead of asking a reward."""
 
     scores_itself: bool
+
+
+@runtime_checkable
+class EnvByTask(Protocol):
+    """Several environments in one run, by the name that a task has in `env`."""
+
+    envs: dict[str, Env]
 
 
 class Reward(Protocol):

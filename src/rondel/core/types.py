@@ -618,8 +618,8 @@ class Sampling:
 
     @property
     def untrainable_settings(self) -> str:
-        """The settings whose samples cannot be trained, by name: the trainer recomputes logits,
-        temperature and top-k and top-p (law 4).
+        """The settings whose samples cannot be trained, by name: the trainer recomputes logits and
+        temperature, and reads what top-k, top-p and min-p kept (law 4).
         """
         names = [f.name for f in fields(self) if f.name in UNTRAINABLE and getattr(self, f.name) != UNTRAINABLE[f.name]]
         return ", ".join([*["temperature"] * (self.temperature == 0), *names])
@@ -627,9 +627,25 @@ class Sampling:
 
 # What the trainer does not recompute, each with the value that changes nothing.
 UNTRAINABLE: dict[str, Any] = {
-    "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {},
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {},
     "min_tokens": 0, "grammar": None,
 }  # fmt: skip
+
+
+def unwrap_scalar(value: Any) -> Any:
+    """What an array of numpy or a tensor of torch without axes holds; anything else as it is."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def earliest_routes(known: Any | None, told: Any | None) -> Any | None:
+    """Routes [t-1,L,K] of a stream that grows: of a token those count with which it was drawn, so the earliest record
+    stays, and what is told anew is that of the tokens behind it.
+    """
+    if known is None or told is None:
+        return told if known is None else known
+    import numpy as np  # a reward's worker starts without it
+
+    return np.concatenate([known, told[len(known) :]])
 
 
 def sample_key(seed: int, admission: int, sample: int, turn: int = 0) -> int:
@@ -885,10 +901,13 @@ Message = Begin | Route | Commit | Abort
 
 @dataclass(slots=True)
 class StepStats:
-    """One optimizer batch. `stepped` is False when a finite-check stopped the update; `metrics`
-    are named stage/what.
+    """One optimizer batch. `stepped` is False when a finite-check stopped an update; `metrics` are named stage/what.
+
+    outcomes  of a step that was taken in part, by group: what refused it, "" where an update of it was taken. Of a group
+              that is not among them `stepped` tells it
     """
 
     stepped: bool
     metrics: dict[str, float]
     note: str = ""
+    outcomes: dict[int, str] = field(default_factory=dict)

@@ -122,9 +122,9 @@ def metric_names(runs: list[DashboardRun]) -> list[Json]:
 def ledger_view(run: DashboardRun, first: int, last: int) -> Json:
     """Ledger, lag, memory."""
     with run.lock:
-        shown = run.visible_columns
+        shown, drawn = run.visible_columns, max(first, run.warm + 1)  # of the supervised steps nobody drew the groups
         lags = {
-            int(name[12:]): shown.sum_between(name, first, last)
+            int(name[12:]): shown.sum_between(name, drawn, last)
             for name in list(shown.values)
             if name.startswith("loop/lag_is_")
         }
@@ -217,9 +217,9 @@ def findings_view(run: DashboardRun) -> Json:
 
 
 def card_view(run: DashboardRun) -> Json:
-    """What `rondel card` wrote, or the same made now."""
-    path = run.folder / "card.json"
-    if path.exists():
+    """What `rondel card` wrote, if the journal has not grown since, or the same made now."""
+    path, journal = run.folder / "card.json", run.tail.path
+    if path.exists() and not (journal.exists() and journal.stat().st_mtime_ns > path.stat().st_mtime_ns):
         try:
             return {"card": json.loads(path.read_text(encoding="utf-8")), "written": True}
         except ValueError as error:

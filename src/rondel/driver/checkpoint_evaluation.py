@@ -60,14 +60,19 @@ def _run_aside(work: Coroutine[Any, Any, list[SetEvaluation]]) -> list[SetEvalua
 
 
 def rate(
-    model_or_run: str, recipe: str | None, overrides: dict[str, Any], samples: int, told: Callable[[int, int], None]
+    model_or_run: str,
+    recipe: str | None,
+    overrides: dict[str, Any],
+    samples: int,
+    told: Callable[[int, int], None],
+    best: bool = False,
 ) -> list[dict[str, Any]]:
     """Every training task tried `samples` times as in training. -> its fields with
     `pass_rate`, the mean reward, each in [0, 1].
 
-    None where no try could be scored. told: (tasks done, tasks) as they end.
+    None where no try could be scored. told: (tasks done, tasks) as they end. best: as above.
     """
-    with _open_checkpoint(model_or_run, recipe, overrides | {"algo.guides": 0}) as (parts, _):
+    with _open_checkpoint(model_or_run, recipe, overrides | {"algo.guides": 0}, best) as (parts, _):
         rollouts, tasks, done = GroupRollouts(parts, samples, watch=parts.step_watch), parts.tasks.train, 0
 
         async def rate_task(number: int, lanes: asyncio.Semaphore) -> float | None:
@@ -111,7 +116,8 @@ def _open_checkpoint(
     recipe, model = recipe or weights.recipe, weights.model
     if recipe is None:
         raise UserError(
-            f"'{model_or_run}' is a model, so name the tasks: rondel eval {model_or_run} recipes/quickstart.toml"
+            f"'{model_or_run}' is no run folder, so it is read as a model: name the tasks, rondel eval {model_or_run} "
+            "RUN.toml, or give the folder named by run.folder in the recipe"
         )
     job = _with_policies(
         Job.read(recipe, {**overrides, "model.path": model}), model, lambda: Job.read(recipe, overrides).model.path

@@ -52,7 +52,7 @@ from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
 from rondel.runtime.telemetry.otel import traces_of
 from rondel.runtime.telemetry.progress import ProgressPrinter
 from rondel.runtime.telemetry.reward_hacking import HackingMonitor
-from rondel.runtime.telemetry.sinks import open_sinks, sink_tables, traces_address
+from rondel.runtime.telemetry.sinks import open_sinks, traces_address
 from rondel.runtime.termination import GracefulStop
 from rondel.system.files import make_folder, replace_file
 from rondel.system.folder_lock import lock_folder
@@ -127,7 +127,7 @@ def _run_training(
             ends.callback(gate.close)
         rollouts = store.RolloutStore(folder)
         ends.callback(rollouts.close)
-        metrics = _open_recorders(job, folder, rollouts, ends, after=found[1]["step"] if found else -1)
+        metrics, go_back = _open_recorders(job, folder, rollouts, ends, after=found[1]["step"] if found else -1)
         stacks.held = metrics.held
         run = RunPhases(job, parts, folder, checkpoints, rollouts, ending, gate)
         if unread := job.unread_keys():
@@ -164,6 +164,7 @@ def _run_training(
                         f"({restarts} of at most {RESTARTS} times)"
                     )
                 )
+            go_back(found[1]["step"] if found else -1)
             parts.close()
             parts = build(job, folder)
             run = RunPhases(job, parts, folder, checkpoints, rollouts, ending, gate)
@@ -215,24 +216,28 @@ def refuse_lost_checkpoints(folder: Path) -> None:
         )
 
 
-def _open_recorders(job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitStack, after: int) -> StepMetrics:
+def _open_recorders(
+    job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitStack, after: int
+) -> tuple[StepMetrics, Callable[[int], None]]:
     """Who writes down what happens: journal, rollouts, metrics of the steps after `after`,
     traces, and what is seen in them. A resumed run depends on the first two: what they cannot
-    write ends the run. All others are dispensable."""
+    write ends the run. All others are dispensable.
+
+    -> the metrics, and what to call with the step to which the run goes back."""
     journal = Journal(folder, job.run.durability)
     ends.callback(journal.close)
-    opened = open_sinks(job.run.sinks, folder, after=after)
-    sinks = [(f"the sink '{kind}'", sink) for (kind, _), sink in zip(sink_tables(job.run.sinks), opened)]
+    sinks = open_sinks(job.run.sinks, folder, after=after)
     traces = traces_of(traces_address(job.run.sinks), str(folder), str(job.model.path))
     for writer in (journal.write, rollouts.write):
         ends.callback(subscribe(writer))
     closes = [
-        *((name, sink.close) for name, sink in sinks),
+        *((sink.name, sink.close) for sink in sinks),
         *([("traces", traces.close)] if traces is not None else []),
     ]
     for name, close in closes:
         ends.callback(drop_on_failure(f"the end of {name}", close))
-    writers = [drop_on_failure(name, sink.write) for name, sink in sinks]
+    writers = [drop_on_failure(sink.name, sink.write) for sink in sinks]
+    rewinds = [drop_on_failure(sink.name, sink.go_back) for sink in sinks]
     writers += [
         drop_on_failure("the watch on late groups", LateBias().write),
         drop_on_failure("the watch on the reward", HackingMonitor().write),
@@ -245,7 +250,12 @@ def _open_recorders(job: Job, folder: Path, rollouts: store.RolloutStore, ends: 
     if place.split:  # elsewhere nobody works beside another
         advisor = Advisor(place, after=job.loop.warmup.steps)
         ends.callback(subscribe(drop_on_failure("advice on speed", advisor.on_event), WorkerTime, StepDone))
-    return metrics
+
+    def go_back(step: int) -> None:
+        for rewind in rewinds:
+            rewind(step)
+
+    return metrics, go_back
 
 
 def last_words(error: BaseException) -> str:

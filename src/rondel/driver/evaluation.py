@@ -42,7 +42,8 @@ class SetEvaluation:
 
 async def evaluate(parts: Any, step: int, on_progress: OnProgress | None = None) -> list[SetEvaluation]:
     """Every task of every set (or the first n of each), `samples` times, under the recipe's eval profile;
-    failures count as wrong and are reported. The set that task.data holds out comes first.
+    failures count as wrong, as 0 or the lowest reward below it, and are reported. The set that task.data holds out comes
+    first.
     """
     sets = evaluation_sets(parts.job.task.eval, parts.tasks)
     return [
@@ -97,7 +98,8 @@ def _summarize(
     parts: Any, step: int, name: str, tasks: list[Task], draws: list[list[Trajectory]], sampling: Sampling
 ) -> Evaluated:
     job = parts.job
-    rewards = [[t.reward or 0.0 for t in own] for own in draws]
+    scored = [[t.reward for t in own] for own in draws]
+    rewards, worst = count_failures(scored)
     means, flat = [math.fsum(own) / len(own) for own in rewards], [r for own in rewards for r in own]
     low, high, how = score_interval(means, flat, job.task.eval.samples)
     request = {
@@ -114,6 +116,7 @@ def _summarize(
     if weights := job.model.served_weights:
         request["weights"] = weights
     request["failed"] = sum(t.reward is None for own in draws for t in own)
+    request |= {"failed_as": worst} if request["failed"] and worst < 0 else {}
     of: dict[str, list[float]] = {}
     for task, mean in zip(tasks, means):
         of.setdefault(task.stream, []).append(mean)
@@ -134,8 +137,16 @@ def _summarize(
         max(flat, default=None),
         job.task.eval.samples,
         how,
-        draw_metrics(rewards, [[t.text for t in own] for own in draws], job.task.eval),
+        draw_metrics(scored, [[t.text for t in own] for own in draws], job.task.eval),
     )
+
+
+def count_failures(scored: list[list[float | None]]) -> tuple[list[list[float]], float]:
+    """Rewards with a number in place of each None, an answer that could not be scored, and that number: no better than
+    the worst answer, for where the world pays less than nothing 0 would be the best.
+    """
+    worst = min([0.0, *(reward for own in scored for reward in own if reward is not None)])
+    return [[worst if reward is None else reward for reward in own] for own in scored], worst
 
 
 def score_interval(means: list[float], rewards: Sequence[float], samples: int) -> tuple[float, float, str]:
@@ -152,16 +163,19 @@ def score_interval(means: list[float], rewards: Sequence[float], samples: int) -
     return *normal_interval(means), "normal"
 
 
-def draw_metrics(rewards: list[list[float]], texts: list[list[str]], given: EvaluationConfig) -> dict[str, list[float]]:
+def draw_metrics(
+    rewards: list[list[float | None]], texts: list[list[str]], given: EvaluationConfig
+) -> dict[str, list[float]]:
     """{"avg@8": [value, low, high], "pass@4": ..., "majority@4": ...} of [n tasks, s draws]; none of one draw.
 
-    No majority where no draw of any task has an answer that can be compared.
+    What could not be scored, None, counts in the mean as `count_failures` says, and is never right. No majority where no
+    draw of any task has an answer that can be compared.
     """
     if given.samples == 1 or not rewards:
         return {}
     votes = [[vote_of(text) for text in own] for own in texts]
-    right = [[float(r >= given.pass_reward) for r in own] for own in rewards]
-    columns = {f"avg@{given.samples}": [math.fsum(own) / len(own) for own in rewards]}
+    right = [[float(is_right(r, given.pass_reward)) for r in own] for own in rewards]
+    columns = {f"avg@{given.samples}": [math.fsum(own) / len(own) for own in count_failures(rewards)[0]]}
     for k in given.reported_k:
         columns[f"pass@{k}"] = [pass_at_k(len(own), round(sum(own)), k) for own in right]
     if any(vote is not None for own in votes for vote in own):
@@ -171,6 +185,11 @@ def draw_metrics(rewards: list[list[float]], texts: list[list[str]], given: Eval
         name: [math.fsum(values) / len(values), *score_interval(values, values, given.samples)[:2]]
         for name, values in columns.items()
     }
+
+
+def is_right(reward: float | None, pass_reward: float) -> bool:
+    """What could not be scored is wrong, where a reward of 0 would pass, too."""
+    return reward is not None and reward >= pass_reward
 
 
 def sample_row(task: Task, drawn: Trajectory) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,10 @@ from rondel.buffer import LATE, Buffer
 from rondel.buffer.deadline import attempt_in_time
 from rondel.buffer.state import encode
 from rondel.core.config.job import Job
-from rondel.core.errors import RewardError
-from rondel.core.events import Checkpointed, Evaluating, Resumed, RunEnded, Warned, emit, subscribe
+from rondel.core.errors import RewardError, UserError
+from rondel.core.events import Checkpointed, Checkpointing, Evaluating, Resumed, RunEnded, Warned, emit, subscribe
 from rondel.core.schedule_gate import ScheduleGate
-from rondel.core.types import Group, Slot, Verdict
+from rondel.core.types import POLICY, Group, Slot, Verdict
 from rondel.driver.best_checkpoint import BestCheckpoint, refuse_unknown_metric
 from rondel.driver.elastic_engines import admit_engines, scale_engines
 from rondel.driver.evaluation import evaluate, evaluation_sampling, evaluation_sets
@@ -68,6 +68,8 @@ class PhasePlan:
         loop, warmup, evaluation = job.loop, job.loop.warmup, job.task.eval
         if parts.tasks.evaluated:
             evaluation_sampling(evaluation, parts.sampling)
+        if evaluation.samples > 1:
+            _ = evaluation.reported_k, evaluation.pass_reward  # by every evaluation, the first of which is later
         refuse_unknown_metric(job.run.checkpoint.best, [*evaluation_sets(evaluation, parts.tasks)], evaluation)
         return cls(
             warmup_steps=warmup.steps,
@@ -102,6 +104,7 @@ class RunPhases:
         self.ending, self.gate = ending, gate
         parts.engine = parts.placed.engine = gate.wrap_engine(parts.engine)
         self.plan, self.config = PhasePlan.from_job(job, parts), job.digest()
+        self.trained_policies = {POLICY, *(name for name, policy in job.policies.items() if not policy.frozen)}
         sets, metric = [*evaluation_sets(job.task.eval, parts.tasks)], job.run.checkpoint.best
         self.best = BestCheckpoint(metric, sets, checkpoints) if metric else None
         self.delivery = WeightDelivery(parts.sync, parts.placed)
@@ -112,12 +115,8 @@ class RunPhases:
         self.began = time.perf_counter()
         self.total = self.plan.warmup_steps + self.plan.steps
         self.rest = asyncio.Event()  # set while no step is being trained
-        self.done: tuple[int, int, dict[str, Any] | None, Any] = (
-            0,
-            0,
-            None,
-            None,
-        )  # step, version, the buffer then if synchronous, the order
+        # step, version, and if synchronous the loop as it was then
+        self.done: tuple[int, int, dict[str, Any] | None] = (0, 0, None)
         self.saved = 0  # the step of the newest checkpoint
         self.unmeasured = 0  # a step whose evaluation is due and has not ended
         self.writing: asyncio.Task[None] | None = None
@@ -166,7 +165,7 @@ class RunPhases:
             path, saved = found
             await parts.trainer.load(path)
             done = self.saved = saved["step"]
-            self.done = (done, saved["buffer"]["version"], None, saved.get("order"))
+            self.done = (done, saved["buffer"]["version"], None)
             emit(Resumed(done, saved["buffer"]["version"], str(path)))
         if self.best:
             self.best.restore((saved or {}).get("best"))
@@ -310,6 +309,7 @@ class RunPhases:
             if self.ending.asked or self.parts.failures.why:
                 await asyncio.get_running_loop().create_future()  # until it is cancelled
             self.rest.clear()
+            tell_silence(groups, self.trained_policies, trained=self.buffer.counts.trained)
             return await prepare(groups)
 
         return start_step
@@ -339,12 +339,7 @@ class RunPhases:
         await self.rollouts.annotate_rollouts(
             step, trainer_logprobs=PerToken(batch, "trained"), advantages=PerToken(batch, "advantages")
         )
-        self.done = (
-            step,
-            version,
-            None if self.buffer.rule.max_staleness else self.buffer.state_dict(version, encoded=False),
-            self.parts.order.state_dict(),
-        )
+        self.done = (step, version, None if self.buffer.rule.max_staleness else self._loop_state(version))
         measures = step in (last, plan.warmup_steps) or (plan.evaluate_every and step % plan.evaluate_every == 0)
         self.unmeasured = step if measures else 0
         if step < last:
@@ -366,22 +361,26 @@ class RunPhases:
     async def _write_checkpoint(self) -> None:
         """A synchronous run replays what it had begun since; another one goes on with it."""
         await self._finish_delivery()
-        step, version, then, order = self.done
+        step, version, then = self.done
         if step == self.saved:
             return
         await self.buffer.waiters.pass_gate("save", version, who="learner")
-        began, state = time.perf_counter(), then or self.buffer.state_dict(version, encoded=False)
-        told = {"step": step, "config": self.config, "buffer": state, "order": order}
+        began, told = time.perf_counter(), {"step": step, "config": self.config, **(then or self._loop_state(version))}
         if self.unmeasured == step:
             told["unmeasured"] = True
         if self.best:
             told["best"] = self.best.state_at(step)
+        emit(Checkpointing(step))
         await self.rollouts.wait_until_written()
         path = await self.checkpoints.write(step, self.parts.trainer.save, told, encode)
         self.saved = step
         if self.best:
             self.best.publish()
         emit(Checkpointed(step, version, str(path), time.perf_counter() - began))
+
+    def _loop_state(self, version: int) -> dict[str, Any]:
+        """Of one moment: an order has heard of the groups that the buffer has finished, and of no others."""
+        return {"buffer": self.buffer.state_dict(version, encoded=False), "order": self.parts.order.state_dict()}
 
     async def _run_evaluation(self, step: int) -> None:
         if self.parts.tasks.evaluated:
@@ -426,3 +425,26 @@ class PerToken(Mapping[tuple[int, int], np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._known)
+
+
+def tell_silence(groups: list[Group], policies: Collection[str], *, trained: int) -> None:
+    """Of a step none of whose episodes holds a token of a trained policy: an error while no group was trained, for
+    then nothing can be learned; a warning later. Single episodes may well be silent, and so may one of several
+    policies.
+    """
+    written = [t for group in groups for t in group.policy_samples]
+    if not written or any(t.written and t.policy in policies for group in groups for t in group.trajectories):
+        return
+    if any(t.written for t in written):
+        cause = "every agent that spoke is played by a frozen policy"
+        remedy = "let one speak that a trained policy plays, or remove frozen = true"
+    elif all(t.finish_reason == "length" for t in written):
+        cause = "their prompts leave no room for an answer"
+        remedy = "take shorter prompts, a model with a longer context, or a larger task.env.budget"
+    else:
+        cause = "the environment never asked it"
+        remedy = "let it: `await chat.reply()` (`rondel check-env RUN.toml` plays it)"
+    told = f"the policy wrote nothing in the {len(written)} answers of a step, so there is nothing to train: {cause}"
+    if not trained:
+        raise UserError(f"{told}. To mend it, {remedy}")
+    emit(Warned(f"{told}. To mend it, {remedy}"))

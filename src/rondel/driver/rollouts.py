@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rondel.assemble.refusals import refuse_unanswered
+from rondel.assemble.refusals import refuse_unanswered, refuse_unwritable
 from rondel.core.config.job import Job
 from rondel.core.errors import ConfigError, DataError, ends_the_run, error_boundary, error_text
-from rondel.core.protocols import DemonstratingEnv, GoldEnv
+from rondel.core.protocols import DemonstratingEnv, EnvByTask, GoldEnv, SelfScoringEnv
 from rondel.core.registry import find_registered, refuse_uncallable
 from rondel.core.types import (
     DATA,
@@ -37,7 +37,7 @@ from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.driver.prompt_visit import PromptVisit
 from rondel.driver.step_watch import CURRENT_ANSWER, StepWatch
 from rondel.driver.teacher_prompts import write_teacher_prompts
-from rondel.generate.engine.resumption import generate_until_done
+from rondel.generate.engine.resumption import end_at_stop, generate_until_done
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrations import Demonstrate, GoldEpisode
 from rondel.generate.envs.episode import (
@@ -45,6 +45,7 @@ from rondel.generate.envs.episode import (
     episode_of,
     join_episodes,
     refuse_miscast,
+    refuse_other_temperature,
     refuse_untrainable,
     refuse_wide,
     refuse_without_support,
@@ -111,11 +112,15 @@ class GroupRollouts:
         if self.greedy and not first:
             asked.append(self._run_scored_episode(slot, self.group_size, GREEDY))
         if not first:
-            asked += [self._demonstrate_task(slot, DATA) for _ in range(self.guides)]
+            asked += [self._demonstrate_task(slot, DATA) for _ in range(self._guides_of(slot.task))]
         episodes = list(await asyncio.gather(*asked))
         if self.scores_together:
             await self._score_together(slot, episodes, first)
         return episodes
+
+    def _guides_of(self, task: Task) -> int:
+        """Demonstrations in a group: another row than the one that asks for them would train them as its own samples."""
+        return self.guides if self.guides and "guidance" in self.parts.rows.row_of(task.stream).needs else 0
 
     @property
     def scores_together(self) -> bool:
@@ -169,16 +174,17 @@ class GroupRollouts:
         """
         asked = [i for i, episode in enumerate(episodes) if episode[0].score is None]
         while True:
+            unscored = [t for i in asked for t in episodes[i] if t.score is None]  # branches with them
             await self.score_episodes(episodes, slot.task)
             scores = [episode[0].score for episode in episodes if not _is_dropped(episode[0])]
             if self.failures is None or not any([await self.failures.should_retry(score) for score in scores]):
                 return
+            for trajectory in unscored:
+                trajectory.score = None
             for i in asked:
                 if isinstance(episodes[i][0].outcome, EnvFault):
                     policy = GREEDY if i == self.group_size else POLICY
                     episodes[i] = assign_parents(await self._sample_episode(slot, first + i, policy))
-                elif not _is_dropped(episodes[i][0]):
-                    episodes[i][0].score = None
 
     async def _sample_episode(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
         sampling = replace(self.parts.sampling, temperature=0.0) if policy == GREEDY else None
@@ -208,12 +214,18 @@ class GroupRollouts:
             except (Exception, SystemExit) as error:
                 if ends_the_run(error):
                     raise
-                if (
-                    opened.episode.is_out_of_budget
-                ):  # without it an environment may well fail: that is the policy's doing
-                    return await opened.episode.rescue()
+                # without it an environment may well fail: that is the policy's doing, and the reward judges what was
+                # written; of one that scores itself nobody else knows what it is worth
+                over = opened.episode
+                if over.is_out_of_budget and (over.drops or not self._is_scored_by_env(task)):
+                    return await over.rescue()
                 reason = valid_unicode(error_text(error))
         return [Trajectory(outcome=EnvFault(reason))]
+
+    def _is_scored_by_env(self, task: Task) -> bool:
+        env = self.parts.env
+        own = env.envs[task.env] if isinstance(env, EnvByTask) else env
+        return isinstance(own, SelfScoringEnv) and own.scores_itself
 
     def open_chat(
         self, key: Callable[[int], int], sampling: Sampling | None = None, namespace: str = "", group: str = ""
@@ -222,14 +234,19 @@ class GroupRollouts:
 
         async def ask_engine(request: Request) -> Completion:
             done = await p.engine.generate(request)
-            return (
-                done if done.finish_reason != "abort" else await generate_until_done(p.engine.generate, request, done)
-            )
+            cut = done.finish_reason == "abort"
+            if cut:
+                done = await generate_until_done(p.engine.generate, request, done)
+            # a server, too, draws in pieces where weights come
+            if done.text is not None and (cut or len(set(done.versions)) > 1):
+                done = await end_at_stop(p.model_info.tokenizer, done, request.sampling)
+            return done
 
         async def generate(request):
             request.namespace, request.id = namespace, group
             if sampling is None:  # an environment may have changed it
                 refuse_untrainable(request.sampling)
+                refuse_other_temperature(request.sampling, p.sampling.temperature)
             if p.replays_routing and sampling is None:
                 request.wants |= {"experts"}
             if sampling is None:
@@ -258,6 +275,7 @@ class GroupRollouts:
             sight=p.model_info.sight,
             cast=self.cast,
             episode=episode,
+            stop_ids=p.model_info.stop_ids,
         )
 
     async def score(self, group: Group) -> None:
@@ -332,6 +350,7 @@ def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[Demonstrat
         stream, own = f"beside.{i}", b.data is None
         source = tasks.train if b.data is None else load_tasks(b.data, env=stream).train
         refuse_unanswered("algo.beside", source)
+        refuse_unwritable("algo.beside", source)
         found.append(
             DemonstrationStream(
                 stream,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rondel.core.errors import DataError
-from rondel.generate.dialects import Dialect, ToolCall, detect_dialect, parse_value
+from rondel.generate.dialects import Dialect, ToolCall, detect_dialect, type_arguments, untyped_call
 from rondel.text.unicode import valid_unicode
 
 THOUGHT_ENDS = "</think>"
@@ -75,7 +75,7 @@ class JsonCalls:
             try:
                 value, end = json.JSONDecoder().raw_decode(text, at)
             except (ValueError, RecursionError) as error:
-                return found or [ToolCall("", {}, f"the call is not valid JSON: {error}")]
+                return [*found, ToolCall("", {}, f"the call is not valid JSON: {error}")]
             found += [self._parse_call(one) for one in (value if isinstance(value, list) else [value])]
             at = self.BETWEEN.match(text, end).end()  # type: ignore[union-attr]  # it matches nothing, too
         return found or [ToolCall("", {}, "the call is empty")]
@@ -103,15 +103,18 @@ class TaggedCalls:
 
     def parse_calls(self, text: str) -> list[ToolCall]:
         """As JsonCalls.read."""
-        calls = [ToolCall(name.strip(), self._parse_arguments(body)) for name, body in self.FUNCTION.findall(text)]
+        calls = [self._parse_call(name.strip(), body) for name, body in self.FUNCTION.findall(text)]
         return calls or ([ToolCall("", {}, "the call names no <function=...>")] if "<tool_call>" in text else [])
 
-    def _parse_arguments(self, body: str) -> dict[str, Any]:
+    def _parse_call(self, name: str, body: str) -> ToolCall:
+        *pieces, rest = body.split("</parameter>")
+        if (tag := self.PARAMETER.search(rest)) is not None:
+            return ToolCall(name, {}, f"<parameter={tag.group(1)}> has no end: </parameter>")
         found = {}
-        for piece in body.split("</parameter>")[:-1]:
+        for piece in pieces:
             if (tag := self.PARAMETER.search(piece)) is not None:
-                found[tag.group(1).strip()] = parse_value(piece[tag.end() :].removesuffix("\n"))
-        return found
+                found[tag.group(1).strip()] = piece[tag.end() :].removesuffix("\n")
+        return untyped_call(name, found)
 
     def find_call_start(self, text: str) -> int:
         """As JsonCalls.begins."""
@@ -121,9 +124,11 @@ class TaggedCalls:
 CallFormat = JsonCalls | TaggedCalls | Dialect
 
 
-def read_calls(form: CallFormat, answer: str) -> list[ToolCall]:
-    """The calls of an answer, decoded with its control tokens; what it only thought of is not asked for."""
-    found = form.parse_calls(answer.rpartition(THOUGHT_ENDS)[2])
+def read_calls(form: CallFormat, answer: str, tools: Sequence[dict[str, Any]] = ()) -> list[ToolCall]:
+    """The calls of an answer, decoded with its control tokens; what it only thought of is not asked for. `tools`: those
+    that were offered, whose schemas say what is a number.
+    """
+    found = [type_arguments(call, tools) for call in form.parse_calls(answer.rpartition(THOUGHT_ENDS)[2])]
     # JSON may spell half a character
     return [ToolCall(valid_unicode(c.name), valid_unicode(c.arguments), valid_unicode(c.fault)) for c in found]
 

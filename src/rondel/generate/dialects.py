@@ -16,8 +16,10 @@ ends   the mark behind which a turn with a call is the template's again: tools a
 from __future__ import annotations
 
 import json
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 DEEPEST = 32  # lists and objects within each other
@@ -26,20 +28,73 @@ NESTED = "its arguments are nested too deeply"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`fault` says why it cannot be carried out; it is what the policy then reads."""
+    """`fault` says why it cannot be carried out; it is what the policy then reads. `texts`: its arguments as they
+    stand there, in forms that do not tell a text from a number.
+    """
 
     name: str
     arguments: dict[str, Any]
     fault: str = ""
+    texts: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
 
-def parse_value(text: str) -> Any:
-    """Lists and objects are written as JSON; everything else is a text that the signature may read as a number."""
+# -- values without quotes --------------------------------------------------------------------------
+
+WORDS = {"true": True, "false": False, "null": None, "none": None}  # Qwen's template writes True and None
+KINDS: dict[type, set[str]] = {
+    bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, str: set(), list: {"array"}, dict: {"object"},
+    type(None): {"null"},
+}  # fmt: skip
+
+
+def parse_value(text: str, kinds: set[str] | None = None) -> Any:
+    """What an argument without quotes says. `kinds`: the JSON types that it may have; where nobody says, lists and
+    objects are written as JSON, and everything else is a text.
+
+    parse_value("3", {"integer"}) -> 3 · parse_value('{"a": 1}', {"string"}) -> '{"a": 1}'
+    """
+    if kinds == {"string"}:
+        return text
+    word = text.strip().lower()
     try:
-        value = json.loads(text)
+        value = WORDS[word] if kinds and word in WORDS else json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return value if isinstance(value, list | dict) else text
+    if not kinds or (not KINDS[type(value)] & kinds and "string" not in kinds):
+        return value if isinstance(value, list | dict) else text
+    finite = not isinstance(value, float) or math.isfinite(value)
+    return value if KINDS[type(value)] & kinds and finite else text
+
+
+def untyped_call(name: str, texts: dict[str, str]) -> ToolCall:
+    return ToolCall(name, {key: parse_value(text) for key, text in texts.items()}, texts=texts)
+
+
+def type_arguments(call: ToolCall, tools: Sequence[dict[str, Any]]) -> ToolCall:
+    """Its arguments in the types that the tool of its name declares: only the schema says that 3 is no text, and that
+    the text of a file which is JSON is one.
+    """
+    if not call.texts:
+        return call
+    told = [tool.get("function", tool) for tool in tools]
+    parameters = next((one.get("parameters") for one in told if one.get("name") == call.name), None)
+    known = parameters.get("properties") if isinstance(parameters, dict) else None
+    known = known if isinstance(known, dict) else {}
+    return replace(call, arguments={k: parse_value(text, _kinds(known.get(k))) for k, text in call.texts.items()})
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The JSON types that a schema allows; none where it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    kind = schema.get("type")
+    found = {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
+    for name in ("anyOf", "oneOf"):
+        for one in schema[name] if isinstance(schema.get(name), list) else []:
+            if not (more := _kinds(one)):
+                return set()
+            found |= more
+    return found
 
 
 class UnreadValue(Exception):
@@ -59,14 +114,14 @@ class KeyedCalls:
         """The calls in what the policy wrote, in order."""
         calls: list[ToolCall] = []
         inside, name, key, begins = "", "", "", 0
-        arguments: dict[str, Any] = {}
+        texts: dict[str, str] = {}
         for tag in self.TAG.finditer(text):
             kind, piece = tag.group(), text[begins : tag.start()]
             if inside == "value" and kind != "</arg_value>":
                 continue
             match inside, kind:
                 case "", "<tool_call>":
-                    inside, arguments, key = "name", {}, ""
+                    inside, texts, key = "name", {}, ""
                 case "name", "<arg_key>" | "</tool_call>":
                     name = piece.strip()
                     inside = "key" if kind == "<arg_key>" else ""
@@ -75,7 +130,7 @@ class KeyedCalls:
                 case "keyed", "<arg_value>":
                     inside = "value"
                 case "value", "</arg_value>":
-                    arguments[key], inside = parse_value(piece), "call"
+                    texts[key], inside = piece, "call"
                 case "call", "<arg_key>":
                     inside = "key"
                 case "call", "</tool_call>":
@@ -91,10 +146,10 @@ class KeyedCalls:
                         )
                     )
                     inside = "name" if kind == "<tool_call>" else ""
-                    begins, arguments = tag.end(), {}
+                    begins, texts = tag.end(), {}
                     continue
             if kind == "</tool_call>":
-                calls.append(ToolCall(name, arguments) if name else ToolCall("", {}, "the call names no function"))
+                calls.append(untyped_call(name, texts) if name else ToolCall("", {}, "the call names no function"))
             begins = tag.end()
         if inside:
             calls.append(ToolCall(name if inside != "name" else "", {}, "the call has no end: </tool_call>"))

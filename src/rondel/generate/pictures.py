@@ -33,6 +33,7 @@ BYTES = 1 << 25  # of a file
 ALL = 1 << 28  # pixels of the images that a client sends at once, before they are scaled
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # what is read; others have readers that run programs
 HEADS = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"RIFF": "webp", b"GIF8": "gif"}
+PICTURE_HEADS = (*HEADS, b"BM", b"II*\0", b"MM\0*")  # how the bytes of each of FORMATS begin
 KEPT = 64  # pictures that are kept as they are seen: siblings ask for the same
 
 
@@ -334,14 +335,12 @@ def image_part(source: Any, folder: Path | None = None) -> dict[str, Any]:
 
 
 def is_picture(value: Any) -> bool:
-    """Whether a field of a row holds a picture, and not its path."""
+    """Whether a field of a row holds a picture, and not its path. Other bytes, a digest or a pickle, are none."""
     if isinstance(value, list):
         return bool(value) and is_picture(value[0])
-    return (
-        isinstance(value, bytes)
-        or hasattr(value, "convert")
-        or (isinstance(value, dict) and isinstance(value.get("bytes"), bytes))
-    )
+    if isinstance(value, dict):
+        value = value.get("bytes")
+    return hasattr(value, "convert") or (isinstance(value, bytes) and value.startswith(PICTURE_HEADS))
 
 
 def _content_hash(raw: bytes) -> str:

@@ -123,6 +123,28 @@ class Template:
             return _in_words(messages)
         return [{"tool_call_id": "call00001", **m} if m["role"] == "tool" else m for m in messages]
 
+    def encode_reply(self, context: Sequence[int], text: str, *, split: bool = True) -> list[int]:
+        """Tokens of a reply that is shown, as it stands behind others. Some tokenizers (Llama 2's) begin every text
+        with a space, which belongs there where the template writes one.
+        """
+        if self._leads_with_space or not len(context):
+            return self.special.encode_text(text, split=split)
+        names = {id: name for name, id in self.special.names.items()}
+        covered = self.special.cover_control_tokens(text, split=split)
+        return self.special.encode_behind(names.get(context[-1], "\n"), covered)
+
+    @cached_property
+    def _leads_with_space(self) -> bool:
+        """Whether the template writes a space between the mark of the assistant and what it says."""
+        if self.plain:
+            return False
+        try:
+            opening = self._render_text([USER], (), prompt=True)
+            whole = self._render_text([USER, {"role": "assistant", "content": "x7"}], ())
+        except Exception:  # a template refuses what it does not know by raising whatever it likes
+            return False
+        return whole.startswith(f"{opening} x7")
+
     @cached_property
     def call_format(self) -> CallFormat:
         """How the policy calls tools."""

@@ -19,6 +19,8 @@ LAUNCHER = "it belongs to what starts the processes, not to the run"
 FOLDER = "run.folder names the run and holds what it writes"
 LORA = "it belongs to an adapter: model.adapter is plain LoRA, and off unless they ask for one"
 NF4 = "the base lies as nf4 with double quantisation"
+# what a switch may be set to on a command line of transformers
+SWITCHES = dict.fromkeys(("yes", "y", "t", "on", "1"), True) | dict.fromkeys(("no", "n", "f", "off", "0"), False)
 SINKS = ("tensorboard", "wandb", "trackio", "mlflow")  # that run.sinks has too
 MACHINE = frozenset({DEVICE, MEMORY, PACKED, ENGINE, LAUNCHER, FOLDER})  # reasons of keys that no result depends on
 
@@ -112,15 +114,23 @@ class PeerSettings:
     """What a run of the peer would see: `setting["beta"]` is the user's value or their default."""
 
     def __init__(self, peer: PeerFormat, given: dict[str, Any]) -> None:
-        """`given` as the user wrote it; of two names of one key the later counts."""
+        """`given` as the user wrote it; of two names of one key the later counts, but for an old name at its default,
+        as dumps of a whole config have it: it says nothing.
+        """
         self.peer = peer
         self.written: dict[str, str] = {}  # key of this release -> as the user wrote it
         self.values: dict[str, Any] = {}
         self.twice: dict[str, str] = {}  # a name that a later one replaced -> that one
+        self.silent: list[str] = []  # old names at their defaults
         for name, value in given.items():
             key = peer.canonical_key(name)
+            if name != key and name in peer.defaults and value == peer.defaults[name]:
+                self.silent.append(name)
+                continue
             if key in self.written:
                 self.twice[self.written[key]] = name
+            if isinstance(peer.defaults.get(key), bool) and str(value).lower() in SWITCHES:
+                value = SWITCHES[str(value).lower()]
             self.written[key], self.values[key] = name, value
 
     def __getitem__(self, key: str) -> Any:
@@ -152,13 +162,13 @@ class PeerSettings:
 
 
 def translate_truncation(setting: PeerSettings, key: str) -> Iterator[Part]:
-    """Their top_p or top_k of training samples."""
+    """Their top_p, top_k or min_p of training samples."""
     name = key.rpartition(".")[2]
-    if setting[key] in ((1, None) if name == "top_p" else (0, -1, None)):
+    if setting[key] in ((1, None) if name == "top_p" else (0, -1, None) if name == "top_k" else (0, None)):
         yield SameKeys((key,), "it changes nothing at this value")
         return
     value = setting.require_number(key)
-    if 0 < value < 1 if name == "top_p" else value > 0 and float(value).is_integer():
+    if 0 < value < 1 if name != "top_k" else value > 0 and float(value).is_integer():
         yield RecipeLine(
             f"engine.sampling.{name}",
             value,

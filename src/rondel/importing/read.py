@@ -67,7 +67,7 @@ def read_config(peer: str, text: str, folder: Path = Path()) -> dict[str, Any]:
     before, words = _command_words(peer, text)
     given: dict[str, Any] = read_overrides(words) if peer == "verl" else parse_flags(words)
     if peer == "trl":
-        given = {key.replace("-", "_"): value for key, value in given.items()}
+        given = dict(_switched_off(key.replace("-", "_"), value) for key, value in given.items())
         if isinstance(path := given.get("config"), str):
             given = read_config("trl", _read_text(folder / path), folder) | given
     launcher = {key.replace("-", "_"): value for key, value in parse_flags(before).items()}
@@ -172,6 +172,11 @@ def _command_words(peer: str, text: str) -> tuple[list[str], list[str]]:
         for word in words
         if word.startswith("--") or "=" in word or peer != "verl"
     ]
+
+
+def _switched_off(key: str, value: Any) -> tuple[str, Any]:
+    """`--no_use_bias_correction_kl` of a command line of TRL is `use_bias_correction_kl: false`."""
+    return (key.removeprefix("no_"), False) if key.startswith("no_") and value is True else (key, value)
 
 
 def _refuse_trainer(peer: str, name: str, found: str) -> None:

@@ -105,6 +105,7 @@ def _report_remaining(report: TranslationReport, setting: PeerSettings) -> None:
     """The keys that no part has named."""
     peer = report.peer
     report.missing |= {name: f"{later} says it again" for name, later in setting.twice.items()}
+    report.same |= {name: f"not set; {peer.canonical_key(name)} says it today" for name in setting.silent}
     for key, name in setting.written.items():
         if name in report.missing or name in report.same or name in report.translated:
             continue

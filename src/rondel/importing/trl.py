@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from rondel.core.errors import ConfigError
 from rondel.importing.peer import (
     DEVICE,
     ENGINE,
@@ -33,7 +34,10 @@ BATCH = (
     "steps_per_generation",
     "generation_batch_size",
 )
-REWARDS: dict[str, Any] = {"accuracy_reward": "math", "think_format_reward": {"kind": "format", "tag": "think"}}
+REWARDS: dict[str, Any] = {
+    "accuracy_reward": "math",
+    "think_format_reward": {"kind": "format", "pattern": "^<think>(?!.*<think>).*?</think>"},
+}
 LOSSES = {  # loss_type -> (row, how token terms are added up)
     "grpo": ("grpo", "seq_mean_token_mean"),
     "dapo": ("grpo", "token_mean"),
@@ -127,6 +131,10 @@ def _translate_task(s: PeerSettings) -> Iterator[Part]:
     names = [names] if isinstance(names, str) else names
     known = [REWARDS[name] for name in names if name in REWARDS]
     own = [name for name in names if name not in REWARDS]
+    if s["reward_weights"] and len(s["reward_weights"]) != len(names):
+        raise ConfigError(
+            f"reward_weights has {len(s['reward_weights'])} numbers for {len(names)} reward_funcs; give one for each"
+        )
     apart = s["multi_objective_aggregation"] == "normalize_then_sum"  # each part has its own scale, and then its weight
     if len(known) == len(names) == 1 and not apart:
         yield RecipeLine("task.reward", known[0], ("reward_funcs",))
@@ -167,6 +175,7 @@ def _algorithm_lines(s: PeerSettings) -> Iterator[Part]:
             "algo.kl",
             {"kind": "k3", "coef": float(s["beta"]), "where": "loss"} | unbiased,
             ("beta", "use_bias_correction_kl"),
+            "weighed by policy / engine here, by policy / old policy there" * bool(unbiased and s["use_vllm"]),
         )
     else:
         yield RecipeLine("algo.kl.coef", 0.0, ("beta",))
@@ -292,7 +301,10 @@ def _correction_lines(s: PeerSettings) -> Iterator[Part]:
         yield MissingKeys((threshold,), "one correction at a time: the importance weights of vLLM")
     elif s[threshold] is not None:
         yield RecipeLine(
-            "algo.correction", {"kind": "off_policy_mask", "delta": float(s.require_number(threshold))}, (threshold,)
+            "algo.correction",
+            {"kind": "off_policy_mask", "delta": float(s.require_number(threshold))},
+            (threshold,),
+            "of the policy that begins the step; there of the policy at each update" * (_updates_per_step(s) > 1),
         )
     if not use:
         return
@@ -334,6 +346,11 @@ def _batch_lines(s: PeerSettings) -> Iterator[Part]:
         if s.is_set("num_processes")
         else "their batch grows with the number of processes, which is no key: this is for 1"
     )
+    if rounds % accumulate and (accumulate % rounds or s.require_integer("num_iterations") > 1):
+        ask = (
+            f"{rounds} batches a generation and {accumulate} an update do not divide, so an update there mixes what "
+            "several versions wrote, or what it has seen already; here a step is whole updates of one version"
+        )
     yield RecipeLine(
         "loop.groups_per_step",
         max(1, completions // group),
@@ -391,15 +408,21 @@ def _translate_sampling(s: PeerSettings) -> Iterator[Part]:
     yield RecipeLine(
         "engine.sampling.max_tokens", s.require_integer("max_completion_length"), ("max_completion_length",)
     )
+    if s["eval_strategy"] != "no":
+        note = "theirs evaluates as it trains; here an answer is greedy unless told"
+        yield RecipeLine(
+            "task.eval.sampling.temperature", float(s.require_number("temperature")), ("temperature",), note
+        )
+        yield MissingKeys(("num_generations_eval",), "an evaluation draws one answer a task")
     yield from translate_truncation(s, "top_p")
     yield from translate_truncation(s, "top_k")
-    for key, off in (("min_p", (0, None)), ("repetition_penalty", (1, None))):
-        if s[key] in off:
-            yield SameKeys((key,), "it changes nothing at this value")
-        else:
-            yield MissingKeys(
-                (key,), "the trainer could not recompute the logprobs, so training samples from the whole distribution"
-            )
+    yield from translate_truncation(s, "min_p")
+    if s["repetition_penalty"] in (1, None):
+        yield SameKeys(("repetition_penalty",), "it changes nothing at this value")
+    else:
+        yield MissingKeys(
+            ("repetition_penalty",), "the trainer could not recompute the logprobs, so training samples without it"
+        )
 
 
 def _translate_optimizer(s: PeerSettings) -> Iterator[Part]:
@@ -449,8 +472,12 @@ def _translate_run(s: PeerSettings) -> Iterator[Part]:
         yield RecipeLine("run.checkpoint.keep", max(1, s.require_integer("save_total_limit")), ("save_total_limit",))
     else:
         yield MissingKeys(("save_total_limit",), "they keep every checkpoint; run.checkpoint.keep is 2 here")
-    if s["eval_strategy"] == "steps" and s["eval_steps"]:
-        yield _interval_line(s, "task.eval.every", "eval_steps", "eval_strategy")
+    if s["eval_strategy"] == "steps":
+        yield _interval_line(
+            s, "task.eval.every", "eval_steps" if s["eval_steps"] else "logging_steps", "eval_strategy"
+        )
+    elif s["eval_strategy"] != "no":
+        yield MissingKeys(("eval_strategy",), "task.eval.every counts steps, and no line says how many: 0 here")
     if s.is_set("report_to"):
         yield from translate_sinks(s, "report_to")
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from rondel.core.errors import ModelError
 from rondel.models.adapter_bank_files import read_weights
-from rondel.models.adapter_rows import HEAD, AdapterPass, AdapterWeights, JoinedAdapters, Run
+from rondel.models.adapter_rows import HEAD, AdapterPass, AdapterWeights, JoinedAdapters, Run, runs_within
 from rondel.models.adapters import asked_layers, linear_layers, run_few_tokens
+from rondel.models.latent_attention import latent_projections
 
 if TYPE_CHECKING:
     from rondel.models.loaded_model import LoadedModel
@@ -36,6 +37,7 @@ class AdapterBank:
         if reasons := [what for what, present in unsupported.items() if present]:
             raise ModelError(f"'{loaded.name}' cannot carry several adapters: {reasons[0]}")
         self.loaded, self.served = loaded, dict[str, AdapterWeights]()
+        self._added, self._numbers = 0, dict[str, int]()  # adapters so far, and which of them each name means
         self._pass: AdapterPass | None = None
         self._joined: JoinedAdapters | None = None
         layers = asked_layers(linear_layers(loaded), partial(run_few_tokens, loaded))
@@ -44,6 +46,8 @@ class AdapterBank:
             self.sizes[HEAD] = (int(loaded.head.weight.shape[1]), int(loaded.head.weight.shape[0]))
         for name, layer in layers.items():
             layer.register_forward_hook(partial(self._add, name))
+        for up in latent_projections(loaded.model):
+            up.bank, up.name = self, next((name for name, layer in layers.items() if layer is up.module.kv_b_proj), "")
         loaded.model.requires_grad_(False)
         loaded.bank = self
 
@@ -64,7 +68,7 @@ class AdapterBank:
         return AdapterWeights(name, rank, alpha / rank, layers)
 
     def add(self, weights: AdapterWeights) -> None:
-        """Serve it under its name, which must be new: what is cached under a name was computed with its weights."""
+        """Serve it under its name, which must be free: answers that are being written read it by that."""
         if weights.name in self.served:
             raise ModelError(f"adapter '{weights.name}' is served already: take another name, or remove that one first")
         for name, (a, b) in weights.layers.items():
@@ -73,7 +77,18 @@ class AdapterBank:
                     f"adapter '{weights.name}' does not fit '{self.loaded.name}': {name} is A {list(a.shape)}, "
                     f"B {list(b.shape)} there, and {self.sizes.get(name, 'no linear layer')} (inputs, outputs) here"
                 )
+            if not bool(a.isfinite().all() and b.isfinite().all()):
+                raise ModelError(
+                    f"adapter '{weights.name}' holds numbers of {name} that are not finite: its training has diverged; "
+                    "take an earlier state of it"
+                )
         self.served[weights.name] = weights
+        self._added += 1
+        self._numbers[weights.name] = self._added
+
+    def cache_name(self, name: str) -> str:
+        """By what a prefix cache knows the adapter that is served under a name now: another one may come under it."""
+        return f"{name}#{self._numbers[name]}" if name else ""
 
     def load(self, name: str, folder: str | Path) -> None:
         """Serve the adapter in `folder`, whoever wrote it."""
@@ -108,6 +123,10 @@ class AdapterBank:
             yield self._pass
         finally:
             self._pass = before
+
+    def runs_of(self, first: int, count: int) -> list[Run]:
+        """Of tokens [first, first + count) of the pass; none, where none of the pass is read with an adapter."""
+        return [] if self._pass is None else runs_within(self._pass.runs, first, count)
 
     def _add(self, name: str, layer: Any, args: tuple[Tensor], out: Tensor) -> Tensor | None:
         return None if self._pass is None else self._pass.add(name, args[0], out)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -49,6 +50,13 @@ class AdapterWeights:
 
 
 Run = tuple[AdapterWeights | None, int]  # of neighbouring tokens: how many
+
+
+def runs_within(runs: Sequence[Run], first: int, count: int) -> list[Run]:
+    """Those of tokens [first, first + count)."""
+    ends = list(accumulate(n for _, n in runs))
+    cut = [(adapter, min(end, first + count) - max(end - n, first)) for (adapter, n), end in zip(runs, ends)]
+    return [(adapter, n) for adapter, n in cut if n > 0]
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +96,7 @@ class AdapterPass:
         self.runs, self.joined, self.device, self.exact = runs, joined, device, exact
         self.total = sum(n for _, n in runs)
         self.mask: Tensor | None = None
+        self.others: Tensor | None = None
         if joined is not None:
             mask, first = torch.zeros(self.total, sum(a.rank for a in joined.adapters)), 0
             for adapter, n in runs:
@@ -95,6 +104,7 @@ class AdapterPass:
                     mask[first : first + n, joined.rows[adapter]] = adapter.scale
                 first += n
             self.mask = upload(mask, torch.device(device))
+            self.others = self.mask == 0
 
     def add(self, name: str, x: Tensor, out: Tensor) -> Tensor:
         """x [..., I], out = W x [..., O] -> with what the adapters add, in the dtype of `out`."""
@@ -111,9 +121,10 @@ class AdapterPass:
         if self.joined is not None:
             if name not in self.joined.layers:
                 return out
-            assert self.mask is not None
+            assert self.mask is not None and self.others is not None
             a, b = self.joined.layers[name]
-            low = F.linear(x.float(), a).mul_(self.mask)
+            # what has overflowed with another adapter's A is not 0 times 0
+            low = F.linear(x.float(), a).mul_(self.mask).masked_fill_(self.others, 0.0)
             return torch.addmm(out.float(), low, b.t()).to(out.dtype)
         parts, first = [], 0
         for adapter, n in self.runs:
@@ -154,8 +165,12 @@ class ServedAdapters(Protocol):
 
     def use(self, runs: Sequence[Run]) -> AbstractContextManager[AdapterPass | None]: ...
 
+    def runs_of(self, first: int, count: int) -> list[Run]: ...
+
     def load(self, name: str, folder: str | Path) -> None: ...
 
     def remove(self, name: str) -> None: ...
+
+    def cache_name(self, name: str) -> str: ...
 
     def forget_joined(self) -> None: ...

@@ -105,7 +105,7 @@ def linear_layers(loaded: LoadedModel) -> dict[str, nn.Module]:
         and not type(module).__name__.endswith("GroupedLinear")  # whose product is one for each group
         and not any(part in name for part in (".base_layer", ".lora_A.", ".lora_B."))
         and module not in tower
-        and not any(name.startswith(f"{module}.") for module in choosing)
+        and not any(name == module or name.startswith(f"{module}.") for module in choosing)
     }
 
 

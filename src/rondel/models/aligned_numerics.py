@@ -188,7 +188,8 @@ class AlignedPaged:
         parts = []
         for start, new, slots in contexts:
             known = pool[slots]
-            keys, values = (x.transpose(0, 1) for x in up.expand(known[:, : up.rank], known[:, up.rank :]))
+            expanded = up.of_rows(start, new).expand(known[:, : up.rank], known[:, up.rank :])
+            keys, values = (x.transpose(0, 1) for x in expanded)
             places = torch.arange(len(slots), device=q.device)
             lengths = places[len(slots) - new :] + 1
             parts.append(attend(q[start : start + new], keys, values, places.expand(new, -1), lengths, rule))

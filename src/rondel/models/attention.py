@@ -52,6 +52,8 @@ class LatentProjection(Protocol):
 
     def expansion_pays(self, new: int) -> bool: ...
 
+    def of_rows(self, first: int, count: int) -> LatentProjection: ...
+
 
 _here = threading.local()
 

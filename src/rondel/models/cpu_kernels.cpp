@@ -294,6 +294,48 @@ int64_t rondel_round(const float *from, void *held, int64_t count, int threads) 
     return changed;
 }
 
+// held = whole, rounded; low = the bits of a number - those of its copy. -> counts: of copies with other bits than before,
+// and of numbers where that difference is 2^15, of which 16 bits say -2^15: `ties` has the places of the first `room`
+void rondel_split(const float *whole, void *held, int16_t *low, int64_t *ties, int64_t *counts, int64_t room,
+                  int64_t count, int threads) {
+    bf16 *copies = (bf16 *)held;
+    int64_t changed = 0, found = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : changed) if (count > 16384)
+    for (int64_t first = 0; first < count; first += VECTOR) {
+        int some = (int)std::min<int64_t>(VECTOR, count - first), above = 0, differ = 0;
+        bf16 fresh[VECTOR];
+        uint32_t bits[VECTOR];
+        int32_t more[VECTOR];
+        write(whole + first, some, fresh);
+        memcpy(bits, whole + first, some * sizeof(float));
+        for (int i = 0; i < some; i++) {
+            more[i] = (int32_t)(bits[i] - ((uint32_t)fresh[i].bits << 16));
+            low[first + i] = (int16_t)more[i];
+            above += more[i] == 32768;
+            differ += fresh[i].bits != copies[first + i].bits;
+        }
+        memcpy(copies + first, fresh, some * sizeof(bf16));
+        changed += differ;
+        if (above)
+#pragma omp critical
+            for (int i = 0; i < some; i++)
+                if (more[i] == 32768) {
+                    if (found < room) ties[found] = first + i;
+                    found++;
+                }
+    }
+    counts[0] = changed, counts[1] = found;
+}
+
+void rondel_unsplit(const void *held, const int16_t *low, float *whole, int64_t count, int threads) {
+    const bf16 *copies = (const bf16 *)held;
+#pragma omp parallel for simd num_threads(threads) schedule(static) if (count > 16384)
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = ((uint32_t)copies[i].bits << 16) + (uint32_t)(int32_t)low[i];
+        memcpy(whole + i, &bits, sizeof bits);
+    }
+}
+
 void rondel_join(const void *high, const void *low, float *out, int64_t count, int threads) {
     const bf16 *a = (const bf16 *)high, *b = (const bf16 *)low;
 #pragma omp parallel for simd num_threads(threads) schedule(static) if (count > 16384)

@@ -249,6 +249,40 @@ def round_into(held: Tensor, exact: Tensor) -> int:
     return changed
 
 
+TIE = 1 << 15  # the half of an interval of bfloat16: 16 bits say -2^15, and not 2^15
+
+
+def split_bits(held: Tensor, exact: Tensor, low: Tensor | None = None) -> tuple[int, tuple[Tensor, Tensor] | None]:
+    """held = exact, rounded to bfloat16 -> how many of `held` have other bits than before, and what `exact` has beyond
+    it: the difference of their bits, int16 of one shape (in `low`, where that is given), and where among all of them it
+    is 2^15, [K]. No second where more are so than chance has.
+    """
+    low = torch.empty(exact.shape, dtype=torch.int16) if low is None else low
+    most = 1024 + exact.numel() // 4096
+    if not has_kernels(exact, held):
+        changed = round_into(held, exact)
+        more = exact.view(torch.int32) - (held.view(torch.int16).to(torch.int32) << 16)
+        low.copy_(more)
+        ties = (more.view(-1) == TIE).nonzero()[:, 0]
+        return changed, (low, ties) if len(ties) <= most else None
+    ties, counts = torch.empty(most, dtype=torch.int64), array("q", [0, 0])
+    places = exact.data_ptr(), held.data_ptr(), low.data_ptr(), ties.data_ptr(), place_of(counts)
+    library().rondel_split(*places, most, exact.numel(), torch.get_num_threads())
+    changed, found = counts
+    return changed, (low, ties[:found].clone()) if found <= most else None
+
+
+def join_bits(exact: Tensor, held: Tensor, low: Tensor, ties: Tensor) -> None:
+    """exact = the numbers of which `split_bits` told these."""
+    bits = exact.view(torch.int32)
+    if has_kernels(exact, held):
+        places = held.data_ptr(), low.data_ptr(), exact.data_ptr()
+        library().rondel_unsplit(*places, exact.numel(), torch.get_num_threads())
+    else:
+        bits.copy_((held.view(torch.int16).to(torch.int32) << 16) + low)
+    bits.view(-1)[ties] += 2 * TIE
+
+
 def join_halves(high: Tensor, low: Tensor) -> Tensor:
     """high + low in fp32, of one shape; two bfloat16 tensors are read once."""
     if high.dtype != torch.bfloat16 or not (high.is_contiguous() and low.is_contiguous() and has_kernels(high, low)):

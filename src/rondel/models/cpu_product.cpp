@@ -17,6 +17,7 @@ constexpr int64_t TILE = 6;               // rows: with 16 columns as many sums 
 constexpr int64_t CHUNK = 1024;           // numbers of a row whose products are one sum
 constexpr int64_t DEPTH = 256;            // of them those whose part of a panel stays in the first cache: 16 KB
 constexpr int64_t MANY = 96;              // rows that are computed over one reading of the weights
+constexpr int64_t AT_ONCE = 8;            // panels: of two threads one is always slower, where others use the machine
 constexpr int64_t AHEAD = 1024;           // bytes between what is read and what is fetched
 
 typedef float eight_t __attribute__((vector_size(32)));
@@ -65,8 +66,8 @@ template <int R, class W> void tile(const float *x, int64_t step, const W *panel
 }
 
 template <class W> void tiles(int64_t rows, const float *x, int64_t step, const W *panel, int64_t count, eight_t *sums) {
-    for (int64_t left = (rows + TILE - 1) / TILE; left; left--) {
-        int64_t some = rows / left;  // as many in each as can be: two sums alone wait for each other
+    while (rows) {
+        int64_t some = std::min(rows, TILE);  // seven and eight rows take 0.84 to 0.91 of the time of two tiles of four
         switch (some) {
             case 1: tile<1>(x, step, panel, count, sums); break;
             case 2: tile<2>(x, step, panel, count, sums); break;
@@ -98,7 +99,7 @@ void product(const float *x, int64_t step, const W *panels, const float *bias, f
     for (int64_t first = 0; first < rows; first += MANY) {
         int64_t some = std::min(MANY, rows - first);
         eight_t whole[2 * MANY], sums[2 * MANY];
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(dynamic, AT_ONCE) nowait
         for (int64_t p = 0; p < count; p++) {
             const W *panel = panels + p * in * PANEL;
             for (int64_t chunk = 0; chunk < in; chunk += CHUNK) {

@@ -25,6 +25,7 @@ from transformers.utils import cached_file
 from rondel.core.errors import ModelError
 from rondel.models import names
 
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls what needs no scale
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -57,19 +58,31 @@ class DeferredWeights:
         if missing := sorted(wanted - self._files.keys()):
             raise ModelError(f"{folder} holds no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing)")
 
+    def keys(self) -> tuple[set[str], set[str]]:
+        """Of the files: those that the module takes, and the others."""
+        taken = {piece.name for held in self._pieces.values() for piece in held}
+        return taken, self._files.keys() - taken
+
     def read(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """One whole tensor of the module, on its device; what has an adapter now has its name from before."""
         pieces = self._pieces[names.base_name(name)]
         if len(pieces) == 1 and pieces[0].all:
-            return self._stored(pieces[0].name).to(self.device, dtype, copy=True).view(shape)
+            return self._stored(pieces[0].name, shape).to(self.device, dtype, copy=True).view(shape)
         whole = torch.empty(shape, dtype=dtype, device=self.device)
         for piece in pieces:
-            piece.view(whole).copy_(self._stored(piece.name))
+            own = piece.view(whole)
+            own.copy_(self._stored(piece.name, own.shape))
         return whole
 
-    def _stored(self, name: str) -> Tensor:
+    def _stored(self, name: str, shape: torch.Size) -> Tensor:
         with safe_open(self._files[name], "pt") as file:
-            return file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name)
+        if tensor.shape != shape:
+            raise ModelError(
+                f"{self._files[name]} holds {name} as {list(tensor.shape)}, and the model's config makes it "
+                f"{list(shape)}: one of the two is of another model"
+            )
+        return tensor
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Persistent buffers, in place."""
@@ -127,6 +140,23 @@ def keep_in_full_precision(model: Any, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         if dtype != torch.float32 and any(part in name.split(".") or part in name for part in wanted):
             parameter.data = parameter.data.float()
+
+
+def refuse_cast_codes(folder: str, config: Any) -> None:
+    """ModelError where a weight is stored in whole numbers or in 8 bits and the config does not say how they are meant:
+    they would be cast, and served without their scales.
+    """
+    if hasattr(config, "quantization_config"):
+        return
+    for path in sorted(set(stored_files(folder).values())):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # no mapping
+                kind = file.get_slice(name).get_dtype() if name.endswith("weight") else FLOATS[0]
+                if kind not in FLOATS:
+                    raise ModelError(
+                        f"{path} holds {name} in {kind}, and config.json has no quantization_config that says how its "
+                        "numbers are meant: fetch config.json again, or take the model in 16 bits"
+                    )
 
 
 def stored_files(folder: str) -> dict[str, str]:

@@ -39,8 +39,11 @@ class FedLayout(StepCache):
         self, layer: int, q: Tensor, c: Tensor, r: Tensor, up: LatentProjection, rule: ScoreRule
     ) -> Tensor:
         pool = self.store_latents(layer, c, r)
-        rows = q.split([rows for rows, _ in self.parts])
-        out = [feeds.attend_latents(mine, pool, up, rule) for mine, (_, feeds) in zip(rows, self.parts)]
+        out, first = [], 0
+        for rows, feeds in self.parts:
+            own = slice(first, first + rows)
+            out.append(feeds.attend_latents(q[own], pool, up.of_rows(first, rows), rule))
+            first += rows
         return out[0] if len(out) == 1 else torch.cat(out)
 
 

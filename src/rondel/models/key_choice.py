@@ -97,11 +97,11 @@ def choose_over_pages(chunks: Sequence[Any], decoding: Any, pool: Tensor, tokens
             )[0]
     if decoding is not None:
         if tokens.rate == 1:
-            keys, positions = decoding.context_keys(pool), decoding.positions()
+            slots, positions = None, decoding.positions()
         else:
-            slots, positions = decoding.window_ends(tokens.rate)
-            keys = slots.read(pool)
-        if keys.shape[1] > tokens.count:
+            slots, positions = decoding.window_ends(tokens.rate)  # none, where no context is as long as a window
+        if positions.shape[1] > tokens.count:
+            keys = decoding.context_keys(pool) if slots is None else slots.read(pool)
             rows = slice(len(out) - len(keys), len(out))
             at = decoding.last_position()
             out[rows] = choose_keys(

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from rondel.core.errors import ModelError
+from rondel.models.adapter_rows import Run, ServedAdapters, runs_within
 from rondel.models.adapter_state import NAME
-from rondel.models.attention import attention_layout
+from rondel.models.attention import LatentProjection, attention_layout
 from rondel.models.nf4 import Nf4
 from rondel.models.processor import is_widened
 
@@ -37,6 +38,13 @@ class UpProjection:
     def __init__(self, module: Any) -> None:
         self.module, self.rank = module, module.kv_lora_rank
         self.nope, self.value = module.qk_nope_head_dim, module.v_head_dim
+        self.bank: ServedAdapters | None = None  # of a base that serves adapters to some requests each
+        self.name = ""  # of `kv_b_proj` there
+
+    def of_rows(self, first: int, count: int) -> LatentProjection:
+        """For tokens [first, first + count) of the pass, and for the latents of the request whose they are."""
+        runs = [] if self.bank is None else self.bank.runs_of(first, count)
+        return RequestProjection(self, runs) if runs else self
 
     def expand(self, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """[C,R], [C,E] -> keys [C,H,N+E] and values [C,H,V], by the module's own code."""
@@ -70,20 +78,56 @@ class UpProjection:
         whole = weight.view(x.shape[1], -1, self.rank)[:, rows]
         out = _matmul(by_head, whole.transpose(1, 2) if is_transposed else whole)
         if adapter is not None and not adapter.off:
-            a, b = (
-                layer.lora_A[NAME].weight,
-                layer.lora_B[NAME].weight.view(x.shape[1], -1, layer.lora_A[NAME].out_features),
-            )
-            low = by_head.float() @ (a.t() if is_transposed else b[:, rows])
-            low = low @ (b[:, rows].transpose(1, 2) if is_transposed else a)
+            a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+            low = _multiply_low(by_head, a, b, rows, is_transposed=is_transposed)
             out = (out.float() + layer.scaling[NAME] * low).to(x.dtype)
         return out.transpose(0, 1)
+
+
+class RequestProjection(UpProjection):
+    """The same where tokens are read with adapters of their requests: `runs` of them in turn."""
+
+    def __init__(self, up: UpProjection, runs: list[Run]) -> None:
+        super().__init__(up.module)
+        self.bank, self.name, self.runs = up.bank, up.name, runs
+
+    def of_rows(self, first: int, count: int) -> RequestProjection:
+        return RequestProjection(self, runs_within(self.runs, first, count))
+
+    def expand(self, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the whole context of one request, which is more than its tokens of the pass."""
+        assert self.bank is not None
+        owner, *others = dict.fromkeys(adapter for adapter, _ in self.runs)
+        assert not others, "the context of one request is read with one adapter"
+        with self.bank.use([(owner, len(c))]):
+            return super().expand(c, r)
+
+    def _multiply(self, x: Tensor, rows: slice, *, is_transposed: bool) -> Tensor:
+        out, first = super()._multiply(x, rows, is_transposed=is_transposed), 0
+        for adapter, n in self.runs:
+            own, first = slice(first, first + n), first + n
+            if adapter is not None and self.name in adapter.layers:
+                by_head = x[own].transpose(0, 1)
+                low = _multiply_low(by_head, *adapter.layers[self.name], rows, is_transposed=is_transposed)
+                out[own] = (out[own].float() + adapter.scale * low.transpose(0, 1)).to(out.dtype)
+        return out
+
+
+def _multiply_low(x: Tensor, a: Tensor, b: Tensor, rows: slice, *, is_transposed: bool) -> Tensor:
+    """x [H,T,n] times some rows [H,n,R] of B A, or x [H,T,R] times their transpose, in fp32."""
+    own = b.view(len(x), -1, len(a))[:, rows]
+    return x.float() @ a.t() @ own.transpose(1, 2) if is_transposed else x.float() @ own @ a
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cpu and is_widened(a.dtype):
         return (a.float() @ b.float()).to(a.dtype)
     return a @ b
+
+
+def latent_projections(model: Any) -> list[UpProjection]:
+    """Those of a model's modules of latent attention."""
+    return [module.up_projection for module in model.modules() if hasattr(module, "up_projection")]
 
 
 def install_latent_attention(model: Any) -> list[UpProjection]:

@@ -115,9 +115,16 @@ def _fp32_mkldnn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a [..., N] @ b [N, P] -> [..., P], not differentiable: `product` in the notation of gradients."""
-    if _is_faster_by_mkl(a, b):
+    if not _is_faster_by_mkl(a, b):
+        return product(a, b.t())
+    if len(b) <= ROWS or a.dtype == b.dtype == torch.float32:
         return torch.matmul(a.float(), b.float()).to(b.dtype)
-    return product(a, b.t())
+    flat = a.reshape(-1, len(b))
+    out = torch.zeros(len(flat), b.shape[1], dtype=torch.float32)
+    for first in range(0, len(b), ROWS):  # a part of a vocabulary in fp32 at a time
+        part = slice(first, first + ROWS)
+        out.addmm_(flat[:, part].float(), b[part].float())
+    return out.view(*a.shape[:-1], b.shape[1]).to(b.dtype)
 
 
 def _is_faster_by_mkl(a: Tensor, b: Tensor) -> bool:

@@ -29,7 +29,13 @@ from rondel.models.cache_slots import install_cache_slots
 from rondel.models.compressed_attention import CompressedLayers, check_compressors, install_compressed_attention
 from rondel.models.control.kinds import FLOW_POLICY, FLOW_VLA, MLP_POLICY, MLP_WORLD
 from rondel.models.control.vla_backbone import BACKBONES, SMALL, SMALL_TOWER, load_backbone, with_backbone
-from rondel.models.deferred_weights import DeferredWeights, fill_parameters, keep_in_full_precision, parameters_on_meta
+from rondel.models.deferred_weights import (
+    DeferredWeights,
+    fill_parameters,
+    keep_in_full_precision,
+    parameters_on_meta,
+    refuse_cast_codes,
+)
 from rondel.models.differential import install_differential
 from rondel.models.flow.kinds import FLOW_DIT, FLOW_MLP, FLOW_VIDEO, FLOWS
 from rondel.models.fp32_sums import install_fp32_stream
@@ -52,6 +58,7 @@ from rondel.models.rotary import install_rotary
 from rondel.models.routing_tape import RoutingTape, expert_count, fill_hash_routers, install_routing_tape
 from rondel.models.step_head import StepHead
 from rondel.models.vision_families import FAMILIES
+from rondel.system.whole_checkpoint import load_pretrained, tell_layers_left_out
 
 MOST_UNASKED = 200_000_000  # parameters of a random model whose table gives no size
 
@@ -116,33 +123,10 @@ def load_model(
         model, tokenizer, name = _random_model(path, wanted)
         sight = vision.sight_of(model.config)
     else:
-        folder = model_folder(path)
-        with error_boundary(ModelError, f"loading the model '{path}'"):
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-            refuse_architecture(config)
-            _refuse_codes(path, config)
-            model = auto_class(config).from_pretrained(
-                folder, config=config, dtype=wanted, attn_implementation="eager", trust_remote_code=trust_remote_code
-            )
-            sight = vision.sight_of(config, _image_settings_folder(folder))
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model, tokenizer, sight = _read_folder(path, wanted, trust_remote_code)
         name, local = str(path), Path(path).expanduser()
         path = str(local.resolve()) if local.exists() else path
-    if four_bits:
-        if expert_count(model.config.get_text_config()):
-            raise ModelError(
-                f"'{name}' is a mixture of experts, which are joined tensors and no linear layers: most of it would "
-                f"not be in 4 bits. {nf4.INSTEAD}"
-            )
-        nf4.quantize_model(model, device)
-    elif odd := next((n for n, p in model.named_parameters() if not p.is_floating_point()), None):
-        raise ModelError(
-            f"'{name}' is stored in 4 bits, or otherwise quantised (first {odd}), and whole weights cannot be "
-            "trained or served from that: make whole ones with `rondel prepare` where it is compressed-tensors, gptq "
-            "or awq, "
-            'train an adapter over it with model.adapter.kind = "qlora" if it is nf4 of bitsandbytes, or take the '
-            "model in 16 bits"
-        )
+    _store_weights(model, name, device, four_bits)
     model = model.to(device).eval()
     projections, routers, indexers, recurrent, compressed = _install(model)
     check_up_projections(model, name, projections)
@@ -174,6 +158,48 @@ def load_model(
 
         loaded = with_block_head(loaded)
     return loaded
+
+
+def _read_folder(
+    path: str, dtype: torch.dtype, trust_remote_code: bool
+) -> tuple[Any, Any, ImageProcessorConfig | None]:
+    """-> model, tokenizer, how it looks at images"""
+    folder = model_folder(path)
+    with error_boundary(ModelError, f"loading the model '{path}'"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        refuse_architecture(config)
+        _refuse_codes(path, config)
+        refuse_cast_codes(folder, config)
+        how = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
+        model = load_pretrained(
+            auto_class(config),
+            str(path),
+            pretrained_model_name_or_path=folder,
+            attn_implementation="eager",
+            **how,
+        )
+        sight = vision.sight_of(config, _image_settings_folder(folder))
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return model, tokenizer, sight
+
+
+def _store_weights(model: Any, name: str, device: str, four_bits: bool) -> None:
+    """In 4 bits where these are wanted; no others than whole ones elsewhere."""
+    if four_bits:
+        if expert_count(model.config.get_text_config()):
+            raise ModelError(
+                f"'{name}' is a mixture of experts, which are joined tensors and no linear layers: most of it would "
+                f"not be in 4 bits. {nf4.INSTEAD}"
+            )
+        nf4.quantize_model(model, device)
+    elif odd := next((n for n, p in model.named_parameters() if not p.is_floating_point()), None):
+        raise ModelError(
+            f"'{name}' is stored in 4 bits, or otherwise quantised (first {odd}), and whole weights cannot be "
+            "trained or served from that: make whole ones with `rondel prepare` where it is compressed-tensors, gptq "
+            "or awq, "
+            'train an adapter over it with model.adapter.kind = "qlora" if it is nf4 of bitsandbytes, or take the '
+            "model in 16 bits"
+        )
 
 
 def _refuse_codes(path: str, config: Any) -> None:
@@ -267,7 +293,7 @@ def _load_step_model(path: str | dict[str, Any], head: type[StepHead], dtype: st
     else:
         path = name = str(Path(path).expanduser().resolve())
         with error_boundary(ModelError, f"loading the model '{path}'"):
-            model = AutoModel.from_pretrained(path, dtype=torch.float32)
+            model = load_pretrained(AutoModel, path, pretrained_model_name_or_path=path, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(path)
     model = model.to(device, torch.float32).eval()
     linear.install_cpu_linear(model)
@@ -283,6 +309,7 @@ def _load_deferred(path: str, dtype: torch.dtype, device: str, trust_remote_code
         refuse_architecture(config)
         if hasattr(config, "quantization_config"):
             return None
+        refuse_cast_codes(folder, config)
         sight = vision.sight_of(config, _image_settings_folder(folder))
         with parameters_on_meta():
             model = auto_class(config).from_config(
@@ -295,6 +322,7 @@ def _load_deferred(path: str, dtype: torch.dtype, device: str, trust_remote_code
         weights = DeferredWeights(folder, model, torch.device(device))
     except ModelError:
         return None
+    tell_layers_left_out(path, config, *weights.keys())
     for module in model.modules():
         module._buffers.update({n: b if b is None else b.to(device) for n, b in module._buffers.items()})
     weights.fill_buffers(model.eval())

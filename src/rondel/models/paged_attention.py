@@ -108,7 +108,8 @@ class LaunchBatch:
         out = []
         for line, row, new, context in self.runs:
             latents = pool[0, self.table[line, :context].long()]
-            keys, values = (x.transpose(0, 1) for x in up.expand(latents[:, : up.rank], latents[:, up.rank :]))
+            expanded = up.of_rows(row, new).expand(latents[:, : up.rank], latents[:, up.rank :])
+            keys, values = (x.transpose(0, 1) for x in expanded)
             places = torch.arange(context, dtype=torch.int32, device=q.device)[None]
             whole = LaunchBatch.from_runs(places, [TokenRun(0, 0, new, context)])
             out.append(whole.attend(q[row : row + new], keys, values, rule))

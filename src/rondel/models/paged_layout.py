@@ -285,14 +285,15 @@ class PagedLayout(StepCache):
     def attend_latents(
         self, layer: int, q: Tensor, c: Tensor, r: Tensor, up: LatentProjection, rule: ScoreRule
     ) -> Tensor:
-        pool = self.store_latents(layer, c, r)
-        parts = [
-            chunk.attend_latents(q[chunk.start : chunk.start + chunk.length], pool, up, rule) for chunk in self.chunks
-        ]
+        pool, parts = self.store_latents(layer, c, r), []
+        for chunk in self.chunks:
+            own = up.of_rows(chunk.start, chunk.length)
+            parts.append(chunk.attend_latents(q[chunk.start : chunk.start + chunk.length], pool, own, rule))
         if self.decoding is not None:
-            last = up.absorb_queries(q[len(q) - len(self.decoding.own) :])
-            out = self.decoding.attend(last, pool, pool[..., : up.rank], rule)
-            parts.append(up.project_values(out))
+            first = len(q) - len(self.decoding.own)
+            own = up.of_rows(first, len(self.decoding.own))
+            out = self.decoding.attend(own.absorb_queries(q[first:]), pool, pool[..., : up.rank], rule)
+            parts.append(own.project_values(out))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def attend_compressed(

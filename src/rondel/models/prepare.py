@@ -33,7 +33,7 @@ from transformers import logging as hf_logging
 from rondel.core.errors import ModelError, UserError, error_boundary
 from rondel.formats.checkpoint_layouts import METHODS, SUFFIXES, decode_stored
 from rondel.models.architectures import auto_class, refuse_architecture
-from rondel.models.deferred_weights import parameters_on_meta, stored_files
+from rondel.models.deferred_weights import FLOATS, parameters_on_meta, stored_files
 from rondel.models.model_copies import (
     WEIGHTS,
     model_files,
@@ -44,9 +44,10 @@ from rondel.models.model_copies import (
 from rondel.models.model_folder import source_folder
 from rondel.models.names import checkpoint_pieces
 from rondel.system.files import make_folder, open_replacement
+from rondel.system.whole_checkpoint import load_pretrained
 
 SHARD = "4GB"  # of one file of a converted model
-FLOATS = ("F64", "F32", "F16", "BF16")
+
 CHUNK = 1 << 22
 LONGEST = 24 * 3600.0  # seconds that another one may take
 DOWNLOADED = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.safetensors")
@@ -187,7 +188,8 @@ def _write_converted(source: Path, draft: Path) -> None:
                 f"{source} is stored in {method}, which is not decoded here (fp8, mxfp4, {', '.join(METHODS)} are): "
                 "take the model in 16 bits"
             )
-    loaded = auto_class(config).from_pretrained(source, dtype=torch.bfloat16 if more else "auto", **more)
+    more["dtype"] = torch.bfloat16 if more else "auto"
+    loaded = load_pretrained(auto_class(config), str(source), pretrained_model_name_or_path=source, **more)
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -124,7 +124,8 @@ class StageReader:
         own = self.given.stages[name]
         tree, origin = self._recipe_tree(name, ())
         if own.kind == "eval":
-            if idle := [section for section in NOT_EVALUATED if getattr(own, section)]:
+            idle = [section for section in NOT_EVALUATED if getattr(own, section)]
+            if idle := idle + [f"loop.{key}" for key in own.loop if key != "seed"]:
                 raise ConfigError(
                     f"{self._where(name)}.{idle[0]} has no effect: an evaluation trains nothing; remove it"
                 )

@@ -111,7 +111,17 @@ def prefill_seconds(
 
 def decode_concurrency(setting: Workload) -> int:
     """Requests that one engine decodes at once: what it may, what its memory holds, what there is."""
-    waiting = -(-(setting.staleness + 1) * setting.samples // setting.engine_count)
+    return _most_requests(setting, -(-(setting.staleness + 1) * setting.samples // setting.engine_count))
+
+
+def group_concurrency(setting: Workload) -> int:
+    """The same of an engine that has whole groups, of which one engine may have one more than another."""
+    return _most_requests(
+        setting, -(-(setting.staleness + 1) * setting.prompts // setting.engine_count) * setting.group
+    )
+
+
+def _most_requests(setting: Workload, waiting: int) -> int:
     return max(1, min(setting.running, waiting, int(_cache_tokens(setting) // (setting.prompt + setting.mean))))
 
 

@@ -26,14 +26,9 @@ def make_flow_plan(setting: FlowWorkload) -> dict[str, Any]:
     ways = cost.sync_options(setting)
     r, t = samples / work / setting.engine_count, samples / trained / setting.train_devices
     trainers = setting.trainers if setting.split else 0
-    divided = split.advise_split(setting.gpus, r, t, trainers=trainers, most=inf)
-    step = StepTimes.with_update(
-        drawn,
-        trained,
-        update=ways[0].seconds,
-        pause=ways[0].pause,
-        overlap=stages_overlap(setting.split, setting.staleness),
-    )
+    overlap = stages_overlap(setting.split, setting.staleness)
+    divided = split.advise_split(setting.gpus, r, t, trainers=trainers, most=inf, overlap=overlap)
+    step = StepTimes.with_update(drawn, trained, update=ways[0].seconds, pause=ways[0].pause, overlap=overlap)
     bills = flow_cost.flow_memory_bills(setting)
     attention = s.attention_flops / s.forward_flops
     return {

@@ -41,6 +41,7 @@ LIBRARIES = 0.55 * GB  # resident of a process with torch and transformers befor
 KEPT = 0.10
 PROGRAM = 0.62e6  # bytes that oneDNN keeps of a product of one shape, whatever its size
 LEAST_MAPPED = 64 << 20  # bytes of a frozen model that a CPU maps from a file (train/offload.py)
+WHOLE_MASTERS = 1 << 22  # at the same time, in a step that joins them: PART of train/optim.py
 DENSE = 1 << 24  # scores of one call that are written out on a CPU (models/dense_attention.py)
 SHORT = 256  # tokens of a segment whose scores are not, since a kernel is as fast
 
@@ -344,6 +345,13 @@ def trainer_memory(setting: Workload) -> dict[str, dict[str, float]]:
         ]
         rows["images"] = {"train": own[0], "logprob": own[1]}
     rows["logits chunk"] = {"train": chunk, "logprob": chunk}
+    if setting.splits_masters and ranks == 1 and not (setting.rank or setting.offload or setting.host_optimizer):
+        rows["masters"] = dict.fromkeys(PHASES, trained * state.master / 2)
+        # a few are whole in a step, when a pass has left its room
+        room = state.master * min(trained, max(WHOLE_MASTERS, s.embedding_parameters))
+        rows["masters"]["train"] += max(
+            0.0, room - sum(rows[name]["train"] for name in ("activations", "logits chunk"))
+        )
     if not setting.hardware.on_gpu:
         rows["compiled products"] = dict.fromkeys(PHASES, compiled_bytes(setting))
     if each := _route_bytes(setting):

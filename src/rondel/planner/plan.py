@@ -24,16 +24,23 @@ def make_plan(setting: Workload | FlowWorkload) -> dict[str, Any]:
     ways = cost.sync_options(setting)
     r = setting.samples / generated.work / setting.engine_devices
     t = setting.samples / trained / setting.train_devices
-    most = setting.samples / longest_answer_bound(generated.longest, setting.staleness)
+    most, most_overlapped = (
+        setting.samples / longest_answer_bound(generated.longest, stale)
+        for stale in (setting.staleness, max(1, setting.staleness))
+    )
+    overlap = stages_overlap(setting.split, setting.staleness)
     divided = split.advise_split(
-        setting.gpus, r, t, trainers=setting.trainers if setting.split else 0, unit=setting.engine_unit, most=most
+        setting.gpus,
+        r,
+        t,
+        trainers=setting.trainers if setting.split else 0,
+        unit=setting.engine_unit,
+        most=most,
+        most_overlapped=most_overlapped,
+        overlap=overlap,
     )
     step = StepTimes.with_update(
-        generated.seconds,
-        trained,
-        update=ways[0].seconds,
-        pause=ways[0].pause,
-        overlap=stages_overlap(setting.split, setting.staleness),
+        generated.seconds, trained, update=ways[0].seconds, pause=ways[0].pause, overlap=overlap
     )
     return {
         "model": {

@@ -17,9 +17,20 @@ class SplitAdvice(NamedTuple):
     text: str
 
 
-def advise_split(G: int, r: float, t: float, *, trainers: int = 0, unit: int = 1, most: float = inf) -> SplitAdvice:
+def advise_split(
+    G: int,
+    r: float,
+    t: float,
+    *,
+    trainers: int = 0,
+    unit: int = 1,
+    most: float = inf,
+    most_overlapped: float | None = None,
+    overlap: bool = True,
+) -> SplitAdvice:
     """`r`, `t`: samples a second of one device that generates, that trains. `unit`: devices of
-    one engine. `trainers`: of the split at hand. `most`: samples a second that the longest answer allows.
+    one engine. `trainers`: of the split at hand, whose pools work at the same time if they `overlap`. `most`: samples a
+    second that the longest answer allows; `most_overlapped`: with loop.max_staleness = 1, if it is 0 now.
     """
     all_in_turn = StepTimes.from_rates(min(G * r, most), G * t, overlap=False)
     share = all_in_turn.rollout_share
@@ -29,29 +40,38 @@ def advise_split(G: int, r: float, t: float, *, trainers: int = 0, unit: int = 1
         return SplitAdvice(all_in_turn.bottleneck, G, 0, 1.0, 1.0, text)
 
     def divided(a: int) -> StepTimes:
-        return StepTimes.from_rates(min(a * r, most), (G - a) * t, overlap=True)
+        return StepTimes.from_rates(min(a * r, apart), (G - a) * t, overlap=True)
 
-    best = best_engine_devices(G, r, t, unit=unit, most=most)
+    apart = most if most_overlapped is None else most_overlapped
+    best = best_engine_devices(G, r, t, unit=unit, most=apart)
     a = G - trainers if trainers else best
     now, fastest = divided(a), divided(best)
     bound = (now if trainers else all_in_turn).bottleneck
     gain_async, gain_colocated = now.speedup_over(now.in_turn()), fastest.speedup_over(all_in_turn)
-    if trainers:
+    if trainers and not overlap:
+        turns = StepTimes.from_rates(min(a * r, most), (G - a) * t, overlap=False)
+        bound = turns.bottleneck
+        text = (
+            f"{bound}-bound: {a} devices generate {min(a * r, most):.3g} samples/s, then {G - a} train "
+            f"{(G - a) * t:.3g}/s; the trainer idles {turns.trainer_idle:.0%}, the engines {turns.engine_idle:.0%}; "
+            f"loop.max_staleness = 1 would give {now.speedup_over(turns) - 1:+.0%}"
+        )
+    elif trainers:
         text = (
             f"{bound}-bound: {a} devices generate {min(a * r, most):.3g} samples/s, {G - a} train "
             f"{(G - a) * t:.3g}/s; the faster pool idles {max(now.trainer_idle, now.engine_idle):.0%}"
         )
         if (gain := fastest.speedup_over(now)) > 1:
             text += f"; {best}:{G - best} would give {gain - 1:+.0%}"
-        if a * r >= most:
-            text += (
-                "; the longest answer sets the pace, and more engines do not help: a lower "
-                "engine.sampling.max_tokens or a higher loop.max_staleness does"
-            )
     else:
         text = (
             f"{share:.0%} of the time generates, {1 - share:.0%} trains: {bound}-bound. Apart and asynchronous, "
             f"{a}:{G - a} would be {gain_colocated:.0%} as fast"
+        )
+    if trainers and bound == "rollout" and a * r >= most:
+        text += (
+            "; the longest answer sets the pace, and more engines do not help: a lower "
+            "engine.sampling.max_tokens or a higher loop.max_staleness does"
         )
     return SplitAdvice(bound, best, G - best, gain_async, gain_colocated, text)
 

@@ -61,6 +61,7 @@ class Workload:
     widened   products are computed in fp32 and rounded: a CPU without those of 16 bits. Copies for oneDNN are in fp32
               then, panels of bfloat16 on a CPU with AVX2 alone are not
     tiles     a CPU whose products are those of cpu_tiles.h (models/layer_halves.py, models/tree_loops.py)
+    splits_masters  a CPU on which a bf16 weight is half of its master between two steps (train/optim.py)
     policies  those beside the main one, each with an engine and a trainer of its own
     rank      of an adapter, 0 for none;  four_bits: its base lies as NF4, and is decoded layer by layer for every pass
     sent_bits  of a matrix's weight on its way to an engine, in a number format; 0: it travels as it computes
@@ -100,6 +101,7 @@ class Workload:
     packed_width: int = 2
     widened: bool = False
     tiles: bool = False
+    splits_masters: bool = False
     rank: int = 0
     four_bits: bool = False
     sent_bits: float = 0.0
@@ -308,7 +310,7 @@ def of_job(job: Job, device: str = "") -> Workload:
     return Workload(
         model,
         where,
-        gpus=job.place.ranks + job.place.engine_count * job.place.engine_processes if split else 1,
+        gpus=job.place.ranks + (job.place.engine_count * job.place.engine_processes if split else 0),
         tensor=job.place.engine_tp if split else 1,
         data=job.place.engine_dp if split else 1,
         encoders=job.place.engine_encoders if split else 0,
@@ -323,6 +325,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         packed_width=4 if widened and (half or not _has_avx2_alone()) else width,
         widened=widened,
         tiles=on_cpu and not half and _has_tiles(),
+        splits_masters=on_cpu and width == 2 and not half and job.model.trained_format == "none",
         rank=adapter.rank if adapter.kind != "off" else 0,
         four_bits=adapter.kind == "qlora",
         sent_bits=FORMAT_BITS.get(job.model.engine_format, 0.0),

@@ -52,13 +52,26 @@ def turns_of(trajectory: Trajectory) -> list[Turn]:
 
 
 def asked_of(trajectory: Trajectory, task: Task) -> list[dict[str, str]]:
-    """The messages before the policy's first turn: the task's question, or what was given where the task has none."""
+    """The messages before the policy's first turn: those of the task, with their roles, or what was given where the
+    task has none.
+    """
+    if "messages" in task.data and question_of(task) and "prompt" not in task.data:
+        return [
+            {"role": str(message.get("role", "user")), "content": message_text(message.get("content") or "")}
+            for message in task.data["messages"]
+        ]
     if question := question_of(task):
         return [{"role": "user", "content": question}]
     first = next((i for i, turn in enumerate(trajectory.conversation) if turn.written), 0)
     return [{"role": turn.role, "content": turn.text} for turn in trajectory.conversation[:first]] or [
         {"role": "user", "content": ""}
     ]
+
+
+def question_text(asked: list[dict[str, str]]) -> str:
+    """What the user said in the messages before the policy's first turn, for readers of one text."""
+    own = [message for message in asked if message["role"] == "user"]
+    return "\n".join(message["content"] for message in own or asked)
 
 
 def extract_answer(text: str) -> str:

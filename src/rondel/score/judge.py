@@ -11,7 +11,7 @@ from typing import Any
 
 from rondel.core.errors import ConfigError, RewardError
 from rondel.core.types import Failed, Score, Task, Trajectory
-from rondel.score.answer_text import asked_of, turns_of
+from rondel.score.answer_text import asked_of, question_text, turns_of
 from rondel.score.cache import ScoreCache
 from rondel.score.http import Post
 from rondel.text.tokenization import broken_up
@@ -144,7 +144,7 @@ class Judge:
 
     def build_request(self, trajectory: Trajectory, task: Task) -> dict[str, Any]:
         turns, gold = turns_of(trajectory), str(task.data.get("answer", "none given"))
-        question = "\n".join(message["content"] for message in asked_of(trajectory, task))
+        question = question_text(asked_of(trajectory, task))
         answer = trajectory.text if len(turns) == 1 else "\0".join(f"{turn.role}\0{turn.text}" for turn in turns)
         mark = blake2b(f"{question}\0{gold}\0{answer}".encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         if len(turns) > 1:

@@ -16,9 +16,10 @@ from typing import Any
 from rondel.core.errors import ConfigError, RewardError
 from rondel.core.registry import one_of
 from rondel.core.types import Failed, Score, Task, Trajectory, Turn
-from rondel.score.answer_text import asked_of, turns_of
+from rondel.score.answer_text import asked_of, question_text, turns_of
 from rondel.score.batch import Batcher
 from rondel.score.offload import OffloadedModel
+from rondel.system.whole_checkpoint import load_pretrained
 from rondel.text.tokenization import special_tokens
 from rondel.text.unicode import valid_unicode
 
@@ -63,7 +64,8 @@ class RewardModel:
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             self.device = torch.device(device)
-            self.model = getattr(transformers, self.auto).from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+            how = {"pretrained_model_name_or_path": path, "dtype": getattr(torch, dtype)}
+            self.model = load_pretrained(getattr(transformers, self.auto), path, **how).eval()
             if not offload:
                 self.model.to(self.device)
         except (OSError, ValueError, RuntimeError) as error:
@@ -137,7 +139,7 @@ class RewardModel:
         if self.template is not None:
             said = messages[len(asked) :]
             answer = said[0]["content"] if len(said) == 1 else "\n".join(f"{m['role']}: {m['content']}" for m in said)
-            words = {"question": "\n".join(m["content"] for m in messages[: len(asked)]), "answer": answer}
+            words = {"question": question_text(messages[: len(asked)]), "answer": answer}
             text = re.sub(r"\{(question|answer)\}", lambda found: words[found[1]], self.template)
             return self.special.encode(text, add_special_tokens=True)
         return self.special.encode(self._apply_chat_template(messages))

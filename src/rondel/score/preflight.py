@@ -52,25 +52,35 @@ async def check_reward(
     pool: RewardPool, tasks: Sequence[Task], *, gold: Callable[[Task], str] = gold_answer
 ) -> list[CheckFinding]:
     """Findings on the first tasks with an answer, each answered in one text: failures, gold, empty, wrong, time.
+    Where no task has one, a single finding: whether the reward can do without.
 
     A reward that also wants a form (tags, a box) needs `gold` to write the answer in that form.
     """
     tried = [task for task in tasks if task.data.get("answer") is not None][: count_tried(pool)]
     if not tried:
-        return [
-            CheckFinding(
-                "gold",
-                False,
-                "no task has an 'answer', so the reward was not tried",
-                "name the column with answer = '...'",
-            )
-        ]
+        return [await _check_without_gold(pool, tasks[: count_tried(pool)])]
     texts = {"gold": gold, "empty": lambda task: "", "wrong": lambda task: _pick_wrong_answer(task, tried, gold)}
 
     async def write_text(kind: str, task: Task) -> Trajectory:
         return Trajectory(text=texts[kind](task))
 
     return await check_attempts(pool, tried, write_text)
+
+
+async def _check_without_gold(pool: RewardPool, tasks: Sequence[Task]) -> CheckFinding:
+    """What the reward says of an empty answer to each task: one that needs gold fails."""
+    scores = [(await pool.score_group([Trajectory(text="")], task))[0] for task in tasks]
+    failed = [score for score in scores if isinstance(score, Failed)]
+    told = "no task has an 'answer', so gold and wrong ones were not tried"
+    if not failed:
+        return CheckFinding("gold", True, f"{told}; the reward answered all {len(scores)} calls with an empty one")
+    return CheckFinding(
+        "gold",
+        False,
+        f"{told}, and with an empty one the reward failed in {len(failed)} of {len(scores)} calls; first: "
+        f"{failed[0].reason} {failed[0].detail}".strip(),
+        "name the column with answer = '...', or mend the reward: it must return a number for every text",
+    )
 
 
 async def check_attempts(

@@ -17,7 +17,7 @@ from typing import Any
 from rondel.core.errors import ConfigError
 from rondel.core.registry import one_of
 from rondel.core.types import Failed, Score, Task, Trajectory, Turn
-from rondel.score.answer_text import asked_of, turns_of
+from rondel.score.answer_text import asked_of, question_text, turns_of
 from rondel.score.clock import EPISODE, pause_clock
 from rondel.score.step_model import GrowingText, TokenModel
 from rondel.score.step_scorer import StepScorer, ValuedSteps, check_values
@@ -222,14 +222,15 @@ class ProcessReward:
         asked stands before the first step, and what tools and users said between the turns where they said it."""
         assert self.model
         special = self.model.special
-        question = "\n".join(message["content"] for message in asked)
+        question = question_text(asked)
         ids = special.encode(
             special.cover_control_tokens(valid_unicode(question)) + self.separator, add_special_tokens=True
         )
         ends = []
         for turn, steps in zip(turns, of):
             for text in [step for step, _ in steps] if turn.written else [turn.text]:
-                ids += special.encode(special.cover_control_tokens(valid_unicode(text)) + self.separator)
+                covered = special.cover_control_tokens(valid_unicode(text)) + self.separator
+                ids += special.encode_behind(self.separator if self.separator in special.names else "\n", covered)
                 ends += [len(ids) - 1] * turn.written
         return ids, ends
 

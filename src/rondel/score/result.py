@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from rondel.core.types import Failed, Score, Trajectory
+from rondel.core.types import Failed, Score, Trajectory, unwrap_scalar
 from rondel.text.unicode import valid_unicode
 
 
 def read_score(returned: Any) -> Score | Failed:
-    """A finite number is a score, and so are (position, value) pairs: they add up, and each keeps its place.
+    """A finite number is a score, and so are (position, value) pairs: they add up, and each keeps its place. A number
+    of numpy or torch, a truth value among them, is the number it holds.
 
     Named parts of either form are a score: their "total" if they have one, else their sum. A `Score` is taken as it is.
 
@@ -59,6 +60,8 @@ def check_group(returned: Any, trajectories: Sequence[Trajectory]) -> list[Score
     """What a groupwise reward returned: one score an answer, in their order. A fault of the whole is that of each."""
     if isinstance(returned, Failed):
         return [returned] * len(trajectories)
+    if len(getattr(returned, "shape", ())) == 1:  # numbers of numpy or torch
+        returned = returned.tolist()
     if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != len(trajectories):
         what = f"{len(returned)} scores" if isinstance(returned, list | tuple) else f"a {type(returned).__name__}"
         return [Failed("graded another group", f"{len(trajectories)} answers got {what}")] * len(trajectories)
@@ -67,10 +70,12 @@ def check_group(returned: Any, trajectories: Sequence[Trajectory]) -> list[Score
 
 def _read_part(returned: Any) -> Score | Failed:
     """A number, or a list of (position, value)."""
+    returned = unwrap_scalar(returned)
     if not isinstance(returned, list | tuple):
         return Score(float(returned)) if _is_number(returned) else Failed(_describe_invalid(returned))
     if not returned or not all(isinstance(step, list | tuple) and len(step) == 2 for step in returned):
         return Failed(_describe_invalid(returned), "steps are a list of (position, value), at least one")
+    returned = [(position, unwrap_scalar(value)) for position, value in returned]
     for position, value in returned:
         if not isinstance(position, Integral) or isinstance(position, bool):
             return Failed("misplaced a reward", f"position {position!r} is not a whole number")

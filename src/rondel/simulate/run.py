@@ -110,7 +110,7 @@ def world_of(
     """The planner's times of a setting."""
     if isinstance(setting, FlowWorkload):
         return flow_world(setting, lengths, **more)
-    requests, middle = cost.decode_concurrency(setting), setting.prompt + setting.mean / 2
+    requests, middle = cost.group_concurrency(setting), setting.prompt + setting.mean / 2
     arguments = cost.decode_arguments(setting)
     scale = cost.measured_decode_scale(setting)
     beat = [

@@ -22,6 +22,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rondel.core.errors import SyncError
@@ -75,12 +76,17 @@ class EngineMessages:
 
     async def pause(self, engines: Sequence[RolloutEngine], parked: list[RolloutEngine]) -> float:
         """Those that decode, or have only just ceased to, stand between two steps when it returns. `parked` has them
-        from before the first one is asked, for if one cannot be paused, the others are to go on. -> since when.
+        from before the first one is asked, for if one cannot be paused, the others are to go on. Answers that are
+        ended first take as long as they are: there the deadline is for engines that do not move. -> since when.
         """
         for engine, status in zip(engines, await self.statuses(engines), strict=True):
             if status.state in ("serving", "refusing"):
                 parked.append(engine)
-        await self.gather({f"engine {i}": engine.pause(self.how, LEASE) for i, engine in enumerate(parked)}, "a pause")
+        waits: dict[str, Awaitable[Any]] = {
+            f"engine {i}": engine.pause(self.how, LEASE) for i, engine in enumerate(parked)
+        }
+        moves = partial(self.statuses, parked) if self.how == "drain" else None
+        await self.gather(waits, "a pause", moves)
         return time.perf_counter()
 
     async def resume(self, parked: list[RolloutEngine], since: float) -> float:
@@ -90,16 +96,23 @@ class EngineMessages:
         parked.clear()
         return paused
 
-    async def gather(self, waits: dict[str, Awaitable[Any]], what: str) -> list[Any]:
+    async def gather(
+        self, waits: dict[str, Awaitable[Any]], what: str, moves: Callable[[], Awaitable[Any]] | None = None
+    ) -> list[Any]:
         """All of them, or the first fault; the others end by themselves, because whoever
-        waits has a deadline of its own.
+        waits has a deadline of its own. `moves`: where it tells another thing than before, the deadline begins again.
         """
         tasks = {asyncio.ensure_future(wait): name for name, wait in waits.items()}
         if not tasks:
             return []
         try:
-            ended, late = await asyncio.wait(tasks, timeout=self.deadline, return_when=asyncio.FIRST_EXCEPTION)
-            failed = [task for task in ended if task.cancelled() or task.exception()]
+            before = None if moves is None else await moves()
+            while True:
+                ended, late = await asyncio.wait(tasks, timeout=self.deadline, return_when=asyncio.FIRST_EXCEPTION)
+                failed = [task for task in ended if task.cancelled() or task.exception()]
+                if failed or not late or moves is None or (now := await moves()) == before:
+                    break
+                before = now
             if failed and late:
                 _, late = await asyncio.wait(late, timeout=self.deadline)
             if failed:
@@ -144,6 +157,7 @@ class WeightUpdate:
         self.messages = EngineMessages(deadline, how)
         self.root: str | None = None
         self._last: Snapshot | None = None
+        self._waiting: Snapshot | None = None  # published, and not delivered
         self._on_the_way = False  # did the last fault happen while a transport was at work?
         self._one = asyncio.Lock()
 
@@ -173,16 +187,18 @@ class WeightUpdate:
             return await self._deliver_snapshot(snapshot)
 
     async def catch_up(self, engine: RolloutEngine) -> int:
-        """An engine that comes late takes what was published last from where it lies; where that is gone, or only
-        changes weights that it does not have, the trainer publishes once more. -> its version.
+        """An engine that comes late takes what was published last from where it lies, also what is still on its way to
+        the others: ranks that serve their own shards hold one version. Where that is gone, or only changes weights that
+        it does not have, the trainer publishes once more. -> its version.
         """
         async with self._one:
             if self._last is None:
                 return (await engine.status()).version
-            manifest, route, trainer = self._last.manifest, self._last.route, self._last.trainer
-            if self._last.holds == "begin" or _needs_base(route):
+            newest = self._waiting or self._last
+            manifest, route, trainer = newest.manifest, newest.route, newest.trainer
+            if newest.holds == "begin" or _needs_base(route):
                 manifest, route = await self._publish_weights(trainer, [engine])
-            await self._deliver_weights(manifest, route, [engine], holds=self._last.holds, send=trainer.send)
+            await self._deliver_weights(manifest, route, [engine], holds=newest.holds, send=trainer.send)
         return manifest.version
 
     async def join(self, engine: RolloutEngine, manifest: Manifest, route: Route) -> int:
@@ -201,9 +217,10 @@ class WeightUpdate:
         began = time.perf_counter()
         manifest, route = await self._publish_weights(trainer, engines)
         self._check_moved(manifest)
-        return Snapshot(
+        self._waiting = Snapshot(
             manifest, route, trainer, tuple(engines), self.transport.holds, await self._score_probe(), began
         )
+        return self._waiting
 
     async def _deliver_snapshot(self, snapshot: Snapshot) -> int:
         manifest, engines = snapshot.manifest, snapshot.engines
@@ -217,7 +234,7 @@ class WeightUpdate:
         )
         copied = sum(status.bytes_copied for status in await self.messages.statuses(engines))
         # not before: an engine that ends has all of it made again
-        self.root, self._last = manifest.root, snapshot
+        self.root, self._last, self._waiting = manifest.root, snapshot, None
         emit(Synced(manifest.version, manifest.root, time.perf_counter() - snapshot.began, copied, gap, paused))
         return manifest.version
 
@@ -271,7 +288,7 @@ class WeightUpdate:
             return False
         if (change := self.transport.fall_back()) is None:
             return False
-        self.root = None  # names may be others now, and with them the root
+        self.root = self._waiting = None  # names may be others now, and with them the root
         why = " ".join(str(error).split())
         emit(Warned(f"weights cannot travel by {change[0]} ({why}); from now on they go by {change[1]}"))
         return True
@@ -317,9 +334,13 @@ class WeightUpdate:
         return paused, gap
 
     def _check_moved(self, manifest: Manifest) -> None:
-        """The digest changes if and only if a non-zero update was applied."""
+        """The digest changes if and only if a non-zero update was applied, since the version before this one: the one
+        that was delivered last, or a later one that reached nobody.
+        """
         if self.root is None:
             return
+        if self._waiting is not None and self._waiting.manifest.version < manifest.version:
+            self.root = self._waiting.manifest.root
         if self.moved() and manifest.root == self.root:
             raise SyncError(
                 "the trainer made a step with lr > 0, but the weights it publishes are bit for bit the old ones"

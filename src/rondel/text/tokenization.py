@@ -151,6 +151,22 @@ class SpecialTokens:
         """Tokens of text that no template has seen."""
         return self.encode(self.cover_control_tokens(text, split=split), add_special_tokens=add_special_tokens)
 
+    def encode_behind(self, before: str, covered: str) -> list[int]:
+        """Tokens of covered text that stands behind `before`, a line break or a control token: without the space that
+        some tokenizers begin every text with, as Llama 2's.
+        """
+        if self._adds_space:
+            mark, behind = self.encode(before), self.encode(before + covered)
+            if behind[: len(mark)] == mark:
+                return behind[len(mark) :]
+        return self.encode(covered)
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether a text has other tokens alone than behind a line break."""
+        alone, mark, behind = (self.encode_text(text) for text in ("x7", "\n", "\nx7"))
+        return behind[: len(mark)] == mark and behind[len(mark) :] != alone
+
     def uncover_control_tokens(self, covered: str) -> str:
         """What it was before `cover_control_tokens`."""
         return self._covered.sub(lambda found: self._chars[found[0]], covered) if STAND_IN in covered else covered

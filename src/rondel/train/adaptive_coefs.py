@@ -13,6 +13,7 @@ from rondel.algos.group_advantages import AgentBaseline
 from rondel.algos.prompt_norm import PromptNorm
 from rondel.algos.tokens import TokenBatch
 from rondel.train.pack import TrainBatch, TrainSample
+from rondel.train.shaped_rewards import with_shaped_rewards
 
 if TYPE_CHECKING:
     from rondel.algos.mixture import Mixture
@@ -57,12 +58,14 @@ class AdaptiveCoefs:
         if main.entropy.is_adaptive and own:
             told["train/entropy_coef"] = main.entropy.coef
             self.values["entropy"] = main.entropy.next_coef(_mean_entropy(own))
-        if isinstance(main.advantage, AgentBaseline):
-            moved = main.advantage.next_baselines([s.agent for s in own], [s.reward for s in own])
-            self.values |= {f"{BASELINE}{agent}": value for agent, value in moved.items()}
-        if isinstance(main.advantage, PromptNorm):
-            order = sorted(own, key=lambda s: (s.group, s.index))
-            self.rewards |= main.advantage.next_history([s.task for s in order], [s.reward for s in order])
+        if main.advantage.remembers:
+            order = sorted((s for s in own if s.parent is None), key=lambda s: (s.group, s.index))
+            earned = _compared_rewards(main, TrainBatch(order))
+            if isinstance(main.advantage, AgentBaseline):
+                moved = main.advantage.next_baselines([s.agent for s in order], earned)
+                self.values |= {f"{BASELINE}{agent}": value for agent, value in moved.items()}
+            if isinstance(main.advantage, PromptNorm):
+                self.rewards |= main.advantage.next_history([s.task for s in order], earned)
         return told
 
     def apply_coefs(self, algo: Algorithm) -> Algorithm:
@@ -84,6 +87,16 @@ def kl_of_samples(batch: TrainBatch) -> float:
     if not batch.samples or known.behavior is None or known.reference is None:
         return 0.0
     return float((known.behavior.double() - known.reference.double()).sum()) / len(batch.samples)
+
+
+def _compared_rewards(row: Algorithm, batch: TrainBatch) -> list[float]:
+    """The reward of each sample as the row's advantage has seen it: shaped, and charged with the KL. Branches are not
+    among them: an episode is compared once.
+    """
+    scored = batch.scored_samples
+    shaped = scored if row.takes_rewards else with_shaped_rewards(row, scored)
+    rewards: list[float] = shaped.rewards_N.tolist()
+    return rewards
 
 
 def _mean_entropy(samples: Sequence[TrainSample]) -> float:

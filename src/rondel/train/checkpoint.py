@@ -146,7 +146,7 @@ def _loss_scale(weights: MasterWeights) -> dict[str, Tensor]:
 
 
 def _master_tensors(weights: MasterWeights) -> dict[str, Tensor]:
-    found = weights.gather_all(lambda i: {"master": weights.gather_full(i, weights.masters[i].detach())})
+    found = weights.gather_all(lambda i: {"master": weights.gather_full(i, weights.read_master(i))})
     return {f"master.{name}": tensors["master"].cpu() for name, tensors in found}
 
 
@@ -245,10 +245,10 @@ def _load_draft(weights: MasterWeights, path: Path) -> None:
 def bytes_needed(trainer: TrainerState) -> int:
     """Size of one checkpoint: compute copy, masters, moments; masters and moments of a draft and of a critic."""
     beside = sum(
-        m.numel() * 12 for other in (trainer.draft, trainer.critic) if other is not None for m in other.weights.masters
+        size * 12 for other in (trainer.draft, trainer.critic) if other is not None for size in other.weights.sizes
     )
     compute = sum(p.numel() * p.element_size() for p in trainer.weights.compute)
-    masters = sum(m.numel() * 4 for p, m in zip(trainer.weights.compute, trainer.weights.masters) if p is not m)
+    masters = sum(size * 4 for size, copy in zip(trainer.weights.sizes, trainer.weights.has_copies) if copy)
     return round((beside + compute + masters + trainer.weights.moment_bytes) / trainer.weights.share)
 
 

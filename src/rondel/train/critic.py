@@ -63,12 +63,12 @@ class Critic:
     def copy_backbone(self, policy: MasterWeights) -> None:
         """Before its first step: the policy's backbone, in full precision."""
         if self.follows and self.steps == 0:
-            theirs = dict(zip(policy.names, policy.masters))
+            theirs = {name: policy.read_master(i) for i, name in enumerate(policy.names)}
             head = {id(parameter) for parameter in self.loaded.model.get_output_embeddings().parameters()}
             backbone = {
                 name for name, parameter in zip(self.weights.names, self.weights.compute) if id(parameter) not in head
             }
-            own = dict(zip(self.weights.names, self.weights.masters))
+            own = {name: self.weights.read_master(i) for i, name in enumerate(self.weights.names)}
             self.weights.load_masters(
                 {name: theirs[name] if name in backbone else master for name, master in own.items()}
             )

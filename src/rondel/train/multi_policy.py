@@ -64,15 +64,25 @@ class MultiPolicyTrainer:
         shares = self._split_by_policy(batch)
         self._check_versions(shares)
         metrics = _policy_metrics(batch)
-        refused = []
+        refused, trained = [], []
+        outcomes: dict[int, str] = {}
         for name, own in shares.items():
             stats = await self.each[name].step(own, self.rows.get(name, algo))
             metrics |= {policy_metric(name, metric): value for metric, value in stats.metrics.items()}
+            border, _, rest = stats.note.partition(":")
             if not stats.stepped:
-                border, _, rest = stats.note.partition(":")
                 refused.append(f"{border} of '{name}':{rest}")
+            elif own.samples:
+                trained.append(f"'{name}'")
+            for group in {sample.group for sample in own.samples}:
+                if why := stats.outcomes.get(group, "" if stats.stepped else border):
+                    outcomes.setdefault(group, f"{why} of '{name}'")
+                else:
+                    outcomes[group] = ""  # what one policy refuses, another one may learn from
+        if refused and trained:
+            refused[-1] += f" ({' and '.join(trained)} took theirs)"
         self._tell_silence(batch, shares)
-        return StepStats(not refused, metrics, "; ".join(refused))
+        return StepStats(not refused, metrics, "; ".join(refused), outcomes)
 
     async def publish(self, route: Route) -> tuple[Manifest, Route]:
         """Of the policies that the route names."""

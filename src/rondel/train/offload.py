@@ -62,6 +62,8 @@ class Offload:
         self.host, self.asleep, self.high = HostMemory(), False, 0
         self.mapped = self._map_reference(folder) if claim is None else None
         if claim is not None:
+            for owner in owners:
+                owner.keep_whole()
             for name, model in beside.items():
                 if name != "critic":
                     self.host.put(self._own_tensors(model))
@@ -137,8 +139,10 @@ class Offload:
             try:
                 yield
             finally:
-                if self.mapped is not None and model is self.beside["reference"]:
+                if self.mapped is not None and model is not None and model is self.beside["reference"]:
                     self.mapped.release()
+                    for copy in model.packed_copies:
+                        copy.drop_packed()
             return
         mine = self._own_tensors(model)
         self.host.fetch_tensors(mine)

@@ -9,8 +9,10 @@ pass, of each micro-batch and of the gradient; weights fixed before the first mi
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from rondel.algos.aggregate import masked_scale
+from rondel.algos.surrogate import TokenRatio
 from rondel.algos.table import Algorithm
 from rondel.core.errors import TrainError, UserError
 from rondel.system.process_memory import release_freed_memory
@@ -32,6 +34,7 @@ def accumulate(
             f"'{algo.name}' needs a critic, which learns in whole steps: use rondel.run, or a row without values"
         )
     trainer.offload.refuse_asleep("step")
+    algo = _row_for_answers(algo, batch, trainer.version)
     if first:
         begin_gradients(trainer)
     sums = StepMetricSums()
@@ -52,6 +55,18 @@ def accumulate(
         trainer.weights.zero_grad()
         raise TrainError(f"{fault}. The gradient is gone; nothing has moved") from fault
     return sums.to_metrics(1) | known | {"train/tokens": float(batch.total_tokens)}
+
+
+def _row_for_answers(algo: Algorithm, batch: TrainBatch, version: int) -> Algorithm:
+    """The row, whose ratio starts at who drew the answers where the weights have moved since. A step of a run notes its
+    proximal policy before its first move; no such step is known here, so the ratio would be 1 in every move, and nothing
+    would be clipped. A row that weighs proximal / behavior reaches back to them already.
+    """
+    drawn = batch.tokens().versions
+    stale = drawn is not None and len(drawn) > 0 and int(drawn.min()) < version
+    if not stale or algo.ratio.anchor != "proximal" or algo.uses_behavior_ratio or algo.correction.weighs:
+        return algo
+    return replace(algo, ratio=replace(algo.ratio, anchor="behavior")) if isinstance(algo.ratio, TokenRatio) else algo
 
 
 def apply(trainer: LocalTrainer, lr: float | None) -> dict[str, float]:

@@ -21,6 +21,7 @@ from rondel.algos.mixture import Mixture
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.tokens import TokenBatch
 from rondel.core import media
+from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import GREEDY, POLICY, Group, Score, Trajectory
 from rondel.models.image_features import VisionFeatures
@@ -164,6 +165,11 @@ class TrainSample:
         return len(self.trainable) > 0 and int(self.trainable[-1] - self.trainable[0]) >= len(self.trainable)
 
     @property
+    def observations(self) -> np.ndarray | None:
+        """[m, O] what a world of arrays showed before each of its actions; None in text."""
+        return self.steps.x if isinstance(self.steps, ContinuousSteps) and self.steps.observed else None
+
+    @property
     def earned_tokens(self) -> np.ndarray:
         """[m] where its reward was earned."""
         if self.earned is None:
@@ -232,10 +238,11 @@ class TrainBatch:
         return sorted(set.intersection(*(set(s.known.margins) for s in self.samples))) if self.samples else []
 
     def _turns(self) -> dict[str, Tensor]:
-        if not any(s.several_turns for s in self.samples):
+        shown = [s.observations for s in self.samples]
+        if not any(s.several_turns or x is not None for s, x in zip(self.samples, shown)):
             return {}
         sides = [(s.group, s.agent) for s in self.samples]
-        return turns_of([s.trainable for s in self.samples], [s.keys for s in self.samples], sides)
+        return turns_of([s.trainable for s in self.samples], [s.keys for s in self.samples], sides, shown)
 
     @property
     def total_tokens(self) -> int:
@@ -553,15 +560,15 @@ def pack_samples(
         """What they have in common once, then each group of those that go on alike."""
         samples = [batch.samples[i] for i in members]
         whole = place_tokens(samples[0], _common_token_count(samples), above)
-        going: dict[tuple[int, ...], list[int]] = {}
+        going: dict[tuple[Any, ...], list[int]] = {}
         for i, sample in zip(members, samples):
             n = len(whole.places)
             if n == sample.trainable[-1]:  # the last token predicts nothing that is trained
                 source[i] = whole.places[sample.trainable - 1]
             else:
-                going.setdefault((sample.keys[n], *(() if n < sample.prompt_length else (sample.episode,))), []).append(
-                    i
-                )
+                route = None if sample.experts is None else sample.experts[n : n + 1].tobytes()
+                whose = None if n < sample.prompt_length else sample.episode
+                going.setdefault((sample.keys[n], route, whose), []).append(i)
         for alike in going.values():
             place_family(alike, whole)
 
@@ -689,31 +696,38 @@ def _tree_root_length(firsts: list[TrainSample], end: int) -> int:
     """Of the first sample of every family, of whose prompts `end` is the shortest."""
     if len(firsts) == 1:
         return 0
-    alike = np.all([s.keys[:end] == firsts[0].keys[:end] for s in firsts], axis=0)
-    routes = [s.experts[:end] for s in firsts if s.experts is not None]
-    if routes:
-        if len(routes) < len(firsts):
-            return 0
-        alike &= np.all([(r == routes[0]).all((1, 2)) for r in routes], axis=0)
-    root = end if alike.all() else int(alike.argmin())
+    root = _alike_until(firsts, end)
     return root if root >= ALIKE else 0
 
 
 def _common_token_count(samples: list[TrainSample]) -> int:
     """How many tokens they all begin with: what they were given, and of one episode also what was written in it."""
     one = len({s.episode for s in samples}) == 1
-    end = min(int(s.trainable[-1]) if one else s.prompt_length for s in samples)
-    alike = np.all([s.keys[:end] == samples[0].keys[:end] for s in samples], axis=0)
-    return end if alike.all() else int(alike.argmin())
+    return _alike_until(samples, min(int(s.trainable[-1]) if one else s.prompt_length for s in samples))
 
 
 def _common_prompt(samples: list[TrainSample]) -> int:
     """How many given tokens all siblings begin with."""
-    first = samples[0].keys[: min(s.prompt_length for s in samples)]
+    return _alike_until(samples, min(s.prompt_length for s in samples))
+
+
+def _alike_until(samples: list[TrainSample], end: int) -> int:
+    """How many of the first `end` tokens they all begin with, routed alike where routes were recorded: siblings whose
+    prompt was computed under several versions of the weights may have routes of their own.
+    """
+    first = samples[0]
     for other in samples[1:]:
-        differs = (first != other.keys[: len(first)]).nonzero()[0]
-        first = first[: differs[0]] if len(differs) else first
-    return len(first)
+        if first.experts is not None and other.experts is not None:
+            end = min(end, len(first.experts), len(other.experts))  # what was read last has none
+            differs = (first.experts[:end] != other.experts[:end]).any((1, 2))
+        elif first.experts is not other.experts:
+            return 0
+        else:
+            differs = np.zeros(end, bool)
+        differs |= first.keys[:end] != other.keys[:end]
+        if len(places := differs.nonzero()[0]):
+            end = int(places[0])
+    return end
 
 
 def _double(values_T: Tensor | None) -> Tensor | None:

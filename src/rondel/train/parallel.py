@@ -200,4 +200,4 @@ def _rounded_masters(weights: MasterWeights) -> Iterator[tuple[str, Tensor]]:
     """Whole masters of the parameters that lie in a number format here; all ranks ask."""
     for i, name in enumerate(weights.names):
         if name in weights.formatted_names:
-            yield name, weights.gather_full(i, weights.masters[i].detach())
+            yield name, weights.gather_full(i, weights.read_master(i))

@@ -166,7 +166,7 @@ class MasterPlan:
         parts, own = ranks.weight_parts(file.model), HeldParts()
         for i, name in enumerate(weights.names):
             for key, tensor in self._forms(i):
-                if tensor.shape == weights.masters[i].shape:
+                if tensor.numel() == weights.sizes[i] and tensor.ndim:
                     own.parts[key], own.dtypes[key] = parts[name], tensor.dtype
                     if tuple(tensor.shape) != parts[name].shape:
                         raise CheckpointError(
@@ -188,7 +188,7 @@ class MasterPlan:
         """What is kept of parameter `i` here, under its name in the file."""
         name = self.weights.names[i]
         if name not in self.elsewhere:
-            yield f"master.{name}", self.weights.masters[i].detach()
+            yield f"master.{name}", self.weights.read_master(i)
         for key, tensor in self.weights.held_moments(i).items():
             yield f"{key}.{name}", tensor
 

@@ -27,6 +27,7 @@ KINDS = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+AHEAD = 256 << 20  # bytes that a writer may be ahead of its disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +80,49 @@ class PartFile:
         each.
         """
         fault: OSError | None = None
-        file = -1
+        file: DiskWriter | None = None
         try:
-            file = -1 if path is None else os.open(path, os.O_WRONLY)
+            file = None if path is None else DiskWriter(path)
         except OSError as error:
             fault = error
         for source, block, part in pieces:
+            if file is None or fault is not None:
+                continue
             try:
-                for row, at in self._of.get(source, ()) if file >= 0 and fault is None else ():
+                for row, at in self._of.get(source, ()):
                     _write_box(file, row, at, block, part)
             except OSError as error:
                 fault = error
-        if file >= 0:
-            try:
-                os.fsync(file)
-            finally:
-                os.close(file)
+        if file is not None:
+            file.close()
         if fault is not None:
             raise fault
 
 
-def _write_box(file: int, row: StoredTensor, at: int, block: Block, part: Tensor) -> None:
+class DiskWriter:
+    """Writes at places of a file that is there. It waits for the disk every `AHEAD` bytes: at the end alone that would
+    take as long as all of them, and who shows no progress for place.patience seconds is ended as stuck.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.file, self.ahead = os.open(path, os.O_WRONLY), 0
+
+    def write(self, piece: memoryview, at: int) -> None:
+        while len(piece):
+            done = os.pwrite(self.file, piece[: AHEAD - self.ahead], at)
+            at, piece, self.ahead = at + done, piece[done:], self.ahead + done
+            if self.ahead >= AHEAD:
+                os.fsync(self.file)
+                self.ahead = 0
+
+    def close(self) -> None:
+        try:
+            os.fsync(self.file)
+        finally:
+            os.close(self.file)
+
+
+def _write_box(file: DiskWriter, row: StoredTensor, at: int, block: Block, part: Tensor) -> None:
     """What the stored tensor, which begins at byte `at`, has of a block: runs of neighbours, each where it belongs."""
     if (common := block.overlap(row.box)) is None:
         return
@@ -117,10 +140,7 @@ def _write_box(file: int, row: StoredTensor, at: int, block: Block, part: Tensor
     for n, index in enumerate(itertools.product(*map(range, common.size[:outer]))):
         place = [*map(sum, zip(start, index)), *start[outer:]]
         first = at + sum(a * b for a, b in zip(place, strides)) * row.dtype.itemsize
-        piece = raw[n * length : (n + 1) * length]
-        while len(piece):
-            done = os.pwrite(file, piece, first)
-            first, piece = first + done, piece[done:]
+        file.write(raw[n * length : (n + 1) * length], first)
 
 
 def assign_owners(

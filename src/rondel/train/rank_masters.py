@@ -38,16 +38,16 @@ class ReplicatedWeights(MasterWeights):
         whole = {id(p) for name, p in model.named_parameters() if cuts is not None and name not in cuts.partial}
         self._repeated = [cuts is not None and cuts.ranks.index > 0 and id(p) in whole for p in self.compute]
         if stage is not None:
-            self.share = stage.share_of(sum(m.numel() for m in self.masters))
+            self.share = stage.share_of(sum(m.numel() for m in self._masters))
 
     def gradient_norm(self) -> Tensor:
         """Each rank has the gradient of its own tokens, and of its part of each matrix, until it is asked; then all
         have the sum.
         """
         self.restore_grads()  # the same of all ranks
-        grads = [m.grad for m in self.masters if m.grad is not None]
+        grads = [m.grad for m in self._masters if m.grad is not None]
         if grads and not self._summed:
-            for master, repeated in zip(self.masters, self._repeated):
+            for master, repeated in zip(self._masters, self._repeated):
                 if repeated and master.grad is not None:
                     master.grad.zero_()
             _all_reduce_together(grads, self.group)
@@ -91,25 +91,27 @@ class ShardedWeights(MasterWeights):
         self.dtype, self.stage = computes_in(model), stage
         super().__init__(model, **how)
         if stage is not None:
-            self.share = stage.share_of(sum(m.numel() for n, m in zip(self.names, self.masters) if self._is_counted(n)))
+            self.share = stage.share_of(
+                sum(m.numel() for n, m in zip(self.names, self._masters) if self._is_counted(n))
+            )
         # of each shard, as the last step left it; of one in a number format the parameter itself has it
         self._rounded = [
             None if form is not None or self.dtype == torch.float32 else m.to(self.dtype, copy=True)
-            for m, form in zip(self.masters, self._forms)
+            for m, form in zip(self._masters, self._forms)
         ]
 
     def _make_masters(self) -> list[Tensor]:
-        self.masters = [p.detach().to_local() for p in self.compute]
+        self._masters = [p.detach().to_local() for p in self.compute]
         return [
             held if form is None else self.local_shard(i, take_whole(p)).to(held.device, torch.float32, copy=True)
-            for i, (p, held, form) in enumerate(zip(self.compute, self.masters, self._forms))
+            for i, (p, held, form) in enumerate(zip(self.compute, self._masters, self._forms))
         ]
 
     def _install_gradient_hooks(self) -> None:
         """FSDP sums gradients in fp32 itself."""
 
     def gradient_norm(self) -> Tensor:
-        for parameter, master in zip(self.compute, self.masters):
+        for parameter, master in zip(self.compute, self._masters):
             master.grad = None if parameter.grad is None else parameter.grad.to_local()
         if not self._summed:
             self._sum_parts()
@@ -126,7 +128,7 @@ class ShardedWeights(MasterWeights):
         """Gradients of which several ranks have a part, in place: tp of what its parts keep whole, the two ends of a
         pipeline of a matrix that is embedding and head.
         """
-        grads = dict(zip(self.names, (m.grad for m in self.masters)))
+        grads = dict(zip(self.names, (m.grad for m in self._masters)))
         if self.cuts is not None:
             partial = [g for name, g in grads.items() if name in self.cuts.partial]
             _all_reduce_together([g for g in partial if g is not None], self.cuts.ranks.group)
@@ -149,22 +151,27 @@ class ShardedWeights(MasterWeights):
         """Of the gradients of which the tp ranks have different numbers, or of the others."""
         grads = [
             m.grad
-            for n, m in zip(self.names, self.masters)
+            for n, m in zip(self.names, self._masters)
             if self._is_apart(n) == cut and m.grad is not None and self._is_counted(n)
         ]
-        none = torch.zeros((), device=self.masters[0].device)
+        none = torch.zeros((), device=self._masters[0].device)
         return torch.stack(torch._foreach_norm(grads)).norm() ** 2 if grads else none
 
-    def _changed_share(self) -> float:
-        counts = torch.zeros(2, dtype=torch.float64, device=self.masters[0].device)
-        for i, (name, master, form) in enumerate(zip(self.names, self.masters, self._forms)):
+    @torch.no_grad()
+    def _round_masters(self, part: list[int]) -> tuple[int, int]:
+        changed = total = 0
+        for i, name, master, form in ((i, self.names[i], self._masters[i], self._forms[i]) for i in part):
             if (rounded := self._rounded[i] if form is None else self._held(i)) is None:
                 continue
             fresh = master.to(self.dtype) if form is None else form.fake(master, self.dtype).to(rounded.dtype)
             own = self.cuts is None or self._is_apart(name) or self.cuts.ranks.index == 0  # each number once
             if own and self._is_counted(name):
-                counts += torch.tensor([int((fresh != rounded).sum()), fresh.numel()], device=counts.device)
+                changed, total = changed + int((fresh != rounded).sum()), total + fresh.numel()
             rounded.copy_(fresh)
+        return changed, total
+
+    def _changed_share(self, changed: int, total: int) -> float:
+        counts = torch.tensor([changed, total], dtype=torch.float64, device=self._masters[0].device)
         dist.all_reduce(counts, group=self.group)
         if self.cuts is not None:
             self.cuts.ranks.all_reduce(counts)
@@ -179,7 +186,7 @@ class ShardedWeights(MasterWeights):
 
     def zero_grad(self) -> None:
         self._summed = False
-        for parameter, master in zip(self.compute, self.masters):
+        for parameter, master in zip(self.compute, self._masters):
             parameter.grad = master.grad = None
 
     def clear_grads(self) -> None:
@@ -192,7 +199,7 @@ class ShardedWeights(MasterWeights):
     def gather_full(self, i: int, piece: Tensor) -> Tensor:
         """The whole of a tensor that lies in shards like parameter `i`; every rank asks."""
         like = self.compute[i]
-        if piece.shape != self.masters[i].shape:
+        if piece.shape != self._masters[i].shape:
             return piece  # AdamW's count of steps
         full = DTensor.from_local(
             piece.contiguous(),
@@ -208,7 +215,7 @@ class ShardedWeights(MasterWeights):
         """This rank's part of a whole tensor: of its own columns, rows or experts, dimension 0 in equal pieces, the
         last ones shorter or empty. What is a part already stays as it is.
         """
-        if full.ndim == 0 or full.shape == self.masters[i].shape:
+        if full.ndim == 0 or full.shape == self._masters[i].shape:
             return full
         for cuts in (self.cuts, self.experts):
             full = full if cuts is None else cuts.split(self.names[i], full)
@@ -218,7 +225,7 @@ class ShardedWeights(MasterWeights):
 
     def load_masters(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            for i, (name, master, form) in enumerate(zip(self.names, self.masters, self._forms)):
+            for i, (name, master, form) in enumerate(zip(self.names, self._masters, self._forms)):
                 master.copy_(self.local_shard(i, weights[name]))
                 if form is not None:
                     self._held(i).copy_(form.fake(master, self.dtype))

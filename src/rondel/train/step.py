@@ -302,6 +302,7 @@ class LocalTrainer:
         more = ({"proximal_logprobs"} if len(moves) > 1 else set()) | ({"trained_logprobs"} if frozen else set())
         known: dict[str, float] = {}
         stepped, note, self.moved, taken, overflows = True, "", False, 0, 0
+        learned: set[int] = set()  # groups
         try:
             with _timed_phase(seconds, "annotate"):
                 known = self._precompute_update(batch, algo, updates, more)
@@ -311,6 +312,7 @@ class LocalTrainer:
                     overflows += 1
                 else:
                     taken, self.moved = taken + 1, self.moved or changed > 0
+                    learned |= {sample.group for sample in update.samples}
             stepped, self.bad_steps = taken > 0, 0 if taken else self.bad_steps
         except NotFinite as fault:
             self.weights.zero_grad()
@@ -362,7 +364,9 @@ class LocalTrainer:
         metrics |= {} if self.static is None else self.static.take_metrics()
         self.step_number += 1
         self.version += 1
-        return StepStats(stepped, metrics, note)
+        reason = note.partition(":")[0] or "overflow"
+        in_part = {s.group: "" if s.group in learned else reason for s in batch.samples} if taken < len(moves) else {}
+        return StepStats(stepped, metrics, note, in_part if taken else {})
 
     def _skip_step(self) -> StepStats:
         """A step in which there was nothing of this policy: its weights stay, its version and its schedule go on."""

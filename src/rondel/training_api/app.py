@@ -29,7 +29,14 @@ from rondel.training_api.backend import Adam, TrainingBackend
 from rondel.training_api.clients import OPTIMIZER, Clients
 from rondel.training_api.promises import Promise
 from rondel.training_api.samplers import ServedWeights
-from rondel.training_api.wire import PROTOBUF, read_forward_request, read_place, read_prompt, read_sample_settings
+from rondel.training_api.wire import (
+    PROTOBUF,
+    is_number,
+    read_forward_request,
+    read_place,
+    read_prompt,
+    read_sample_settings,
+)
 
 BODY = 64 << 20  # bytes of one request
 SAMPLES = 128  # answers of one request
@@ -314,8 +321,13 @@ async def forward_backward(clients: Clients, request: Request, sent: dict[str, A
 async def optim_step(clients: Clients, request: Request, sent: dict[str, Any]) -> Any:
     if not isinstance(given := sent.get("adam_params"), dict):
         raise UserError("adam_params are missing: AdamW is the optimizer here")
-    names = {"learning_rate": "lr", "grad_clip_norm": "clip"}
-    adam = Adam(**{names.get(key, key): float(value) for key, value in ({"learning_rate": 1e-4} | given).items()})
+    known = {"learning_rate": "lr", "beta1": "beta1", "beta2": "beta2", "eps": "eps", "weight_decay": "weight_decay",
+             "grad_clip_norm": "clip"}  # fmt: skip
+    if unknown := sorted(given.keys() - known.keys()):
+        raise UserError(f"adam_params has no '{unknown[0][:80]}'; it has {', '.join(known)}")
+    if strange := [key for key, value in given.items() if not is_number(value)]:
+        raise UserError(f"adam_params.{strange[0]} = {str(given[strange[0]])[:80]!r}; it must be a finite number")
+    adam = Adam(**{known[key]: float(value) for key, value in ({"learning_rate": 1e-4} | given).items()})
     if not (
         adam.lr >= 0
         and adam.weight_decay >= 0

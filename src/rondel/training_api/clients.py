@@ -205,7 +205,9 @@ class Clients:
     async def _save(self, model: Model, kind: str, name: str, note: dict[str, Any], *, overwrite: bool = False) -> str:
         with self.store.new_checkpoint(model.id, kind, name, note, overwrite=overwrite) as folder:
             await self.backend.save(model.id, folder, optimizer=kind == "weights")
-        return f"tinker://{model.id}/{kind}/{name}"
+        address = f"tinker://{model.id}/{kind}/{name}"
+        await self.samplers.served.drop(address)  # what samplers had under it was an earlier one
+        return address
 
     def load(self, model: Model, number: int | None, address: str, *, optimizer: bool) -> Promise:
         async def work() -> Result:

@@ -62,7 +62,8 @@ class Promises:
         if self._unfetched.pop(name, None) is not None:
             self._fetched[name] = promise
         if promise.task.cancelled():
-            return {"error": "it was cancelled", "category": "user"}
+            gone = "where its gradient had been begun, all that was added since the last optim_step is gone"
+            return {"error": f"it was cancelled; {gone}", "category": "user"}
         if (error := promise.task.exception()) is None:
             return promise.task.result()
         known = isinstance(error, RondelError | ValueError)

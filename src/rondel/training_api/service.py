@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,11 @@ ALPHA = 32.0  # scale = ALPHA / rank: a learning rate then means about the same 
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """One call of `forward` on its way."""
+    """One call of `forward` on its way.
+
+    adds  a part of its gradient has been added
+    left  nobody waits for it any more: what is left of it is not computed, and what was added of it goes
+    """
 
     adapter: TrainedAdapter
     examples: Sequence[Example]
@@ -44,6 +49,8 @@ class _Asked:
     config: dict[str, float]
     backward: bool
     done: asyncio.Future[Losses]
+    adds: bool = False
+    left: bool = False
     logprobs: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
 
@@ -128,10 +135,7 @@ class AdapterService:
         await self._run(self.bank.load, name, folder)
 
     async def drop_served(self, name: str) -> None:
-        if name not in self.bank.served:
-            raise UserError(f"no adapter '{name}' is served")
-        await self.engine.abort(lambda request: request.adapter == name)
-        await self._run(self.bank.remove, name)
+        await self.engine.remove_adapter(name)
 
     def _adapter(self, name: str) -> TrainedAdapter:
         if name not in self._trained:
@@ -147,10 +151,20 @@ class AdapterService:
         self._check_examples(examples)
         chosen, complete = loss_named(loss, config, examples)
         done: asyncio.Future[Losses] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Asked(trained, examples, chosen, complete, backward, done))
+        asked = _Asked(trained, examples, chosen, complete, backward, done)
+        self._waiting.append(asked)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
-        return await done
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            asked.left = True
+            while not done.done():  # its client's next request must not find half of its gradient
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([done])
+            if not done.cancelled():
+                done.exception()  # nobody asks for it any more
+            raise
 
     def _check_examples(self, examples: Sequence[Example]) -> None:
         if not examples:
@@ -160,7 +174,7 @@ class AdapterService:
             n, shape = len(example.tokens), example.targets.shape
             if not 1 <= n <= self.max_context:
                 raise UserError(f"example {i} has {n} tokens; this model reads 1 to {self.max_context}")
-            if not shape or shape[0] != n or len(shape) > 2:
+            if not shape or shape[0] != n or len(shape) > 2 or 0 in shape:
                 raise UserError(f"example {i}: target_tokens has shape {list(shape)}; it is [{n}] or [{n}, K]")
             for what, ids, limit in (
                 ("token", np.asarray(example.tokens), tokens),
@@ -184,7 +198,11 @@ class AdapterService:
                 for part in micro_batches([self._owned(place) for place in places], self.micro_tokens):
                     await self._compute([places[i] for i in part], backward)
                 for call in calls:
-                    if not call.done.done():
+                    if call.left and not call.done.done():
+                        if call.adds:
+                            await self._run(call.adapter.drop_gradient)
+                        call.done.cancel()
+                    elif not call.done.done():
                         call.adapter.added += backward
                         call.done.set_result(_losses_of(call))
 
@@ -194,7 +212,7 @@ class AdapterService:
         return call.adapter.weights, call.examples[i]
 
     async def _compute(self, places: list[Place], backward: bool) -> None:
-        places = [place for place in places if not place[0].done.done()]
+        places = [(call, i) for call, i in places if not (call.left or call.done.done())]
         if not places:
             return
         try:
@@ -234,6 +252,8 @@ class AdapterService:
                 raise TrainError(f"the loss is {float(total.detach())}")
             if backward and total.requires_grad:
                 self._adding = True
+                for call, _ in places:
+                    call.adds = True
                 total.backward()
 
     def _logprobs(self, hidden: Tensor, packed: PackedExamples) -> Tensor:
@@ -278,6 +298,8 @@ class AdapterService:
                 for i in range(settings.n)
             )
         )
+        if any(c.finish_reason == "abort" for c in done):
+            raise UserError(f"'{adapter}' was deleted or overwritten while an answer was written with it: ask anew")
         told, tops = done[0].prompt_logprobs, done[0].prompt_top_logprobs
         return Sampled(
             [(list(c.tokens), list(c.logprobs), "length" if c.finish_reason == "length" else "stop") for c in done],

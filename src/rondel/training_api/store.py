@@ -6,7 +6,8 @@
     FOLDER/runs/RUN/external_weights/NAME/           the same, to be fetched file by file
     FOLDER/requests.jsonl, card.json                 what was asked, one line each, and the sum of it
 
-A checkpoint is written beside its place and renamed into it. Its address is tinker://RUN/KIND/NAME.
+A checkpoint is written beside its place, onto the disk, and renamed into it; one that it replaces waits under another
+name until then. Its address is tinker://RUN/KIND/NAME.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from rondel.core.errors import UserError, error_boundary
-from rondel.system.files import replace_file
+from rondel.core.errors import CheckpointError, UserError, disk_refusal, error_boundary
+from rondel.system.files import make_folder, replace_file, sync_folder, sync_tree
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,127}")
 NOTE = "checkpoint.json"
+REPLACED = ".old-"  # before the name of a checkpoint whose replacement is not there yet
 UNNAMED = "unnamed"  # in a note: a snapshot that goes with its session
 TTL = (3600, 10 * 366 * 86400)  # seconds that a checkpoint may be given
 
@@ -41,15 +43,20 @@ class Store:
             (folder / "runs").mkdir(parents=True, exist_ok=True)
         for left in (folder / "runs").glob("*/*/.new-*"):  # of a server that was killed
             shutil.rmtree(left)
+        for old in (folder / "runs").glob(f"*/*/{REPLACED}*"):
+            if (place := old.with_name(old.name.removeprefix(REPLACED))).exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(place)
         for file in (folder / "runs").glob(f"*/sampler_weights/*/{NOTE}"):
-            if json.loads(file.read_text()).get(UNNAMED):
-                shutil.rmtree(file.parent)
+            with suppress(CheckpointError):  # told to who asks for it
+                if _read_object(file).get(UNNAMED):
+                    shutil.rmtree(file.parent)
 
     # -- runs ------------------------------------------------------------------------------------
 
     def create_run(self, run: str, facts: dict[str, Any]) -> None:
-        folder = self._run_folder(run)
-        folder.mkdir(exist_ok=True)
+        folder = make_folder(self._run_folder(run))
         replace_file(folder / "facts.json", json.dumps(facts | {"run": run, "born": time.time()}))
 
     def run(self, run: str) -> dict[str, Any]:
@@ -57,12 +64,14 @@ class Store:
         file = self._run_folder(run) / "facts.json"
         if not file.is_file():
             raise KeyError(f"no training run '{run}' here")
-        facts: dict[str, Any] = json.loads(file.read_text())
-        return facts
+        return _read_object(file)
 
     def runs(self) -> list[dict[str, Any]]:
-        """The newest first."""
-        found = [json.loads(file.read_text()) for file in (self.folder / "runs").glob("*/facts.json")]
+        """The newest first; without those whose file is damaged, which is told to who asks for them."""
+        found = []
+        for file in (self.folder / "runs").glob("*/facts.json"):
+            with suppress(CheckpointError):
+                found.append(_read_object(file))
         return sorted(found, key=lambda facts: -facts["born"])
 
     def _run_folder(self, run: str) -> Path:
@@ -80,21 +89,37 @@ class Store:
         place = self._place(run, kind, name)
         if place.exists() and not overwrite:
             raise UserError(f"tinker://{run}/{kind}/{name} exists already: take another name, or overwrite=True")
-        place.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(place.parent)
         new = place.parent / f".new-{uuid4().hex}"
-        new.mkdir()
         try:
+            new.mkdir()
             yield new
             size = sum(file.stat().st_size for file in new.iterdir())
             (new / NOTE).write_text(json.dumps({"born": time.time(), "bytes": size, "public": False} | note))
-            if place.exists():
-                os.rename(place, old := place.parent / f".new-{uuid4().hex}")
-                os.rename(new, place)
-                shutil.rmtree(old)
-            else:
-                os.rename(new, place)
+            if not note.get(UNNAMED):  # those go with this server, whatever ends it
+                sync_tree(new)
+            self._put(new, place)
+        except Exception as error:
+            if refusal := disk_refusal(error, f"writing {place}"):
+                raise CheckpointError(refusal) from error
+            raise
         finally:
             shutil.rmtree(new, ignore_errors=True)
+
+    @staticmethod
+    def _put(new: Path, place: Path) -> None:
+        old = place.with_name(f"{REPLACED}{place.name}")
+        if place.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(place, old)
+        try:
+            os.rename(new, place)
+        except OSError:
+            if old.exists():
+                os.rename(old, place)
+            raise
+        sync_folder(place.parent)
+        shutil.rmtree(old, ignore_errors=True)
 
     def find(self, address: str) -> tuple[str, str, str]:
         """tinker://RUN/KIND/NAME of a checkpoint that is there -> its parts. KeyError: it is not."""
@@ -113,7 +138,7 @@ class Store:
         file = self._place(run, kind, name) / NOTE
         if not file.is_file():
             raise KeyError(f"there is no checkpoint tinker://{run}/{kind}/{name}")
-        note: dict[str, Any] = json.loads(file.read_text())
+        note = _read_object(file)
         if (note.get("expires") or float("inf")) < time.time():
             shutil.rmtree(file.parent)
             raise KeyError(f"tinker://{run}/{kind}/{name} has expired")
@@ -146,7 +171,7 @@ class Store:
                 for folder in (self._run_folder(one) / kind).glob("[!.]*"):
                     try:
                         note = self.note(one, kind, folder.name)
-                    except KeyError:
+                    except (KeyError, CheckpointError):
                         continue
                     found.append((note["born"], self._card(one, kind, folder.name, note)))
         return [card for _, card in sorted(found, key=lambda row: -row[0])]
@@ -169,6 +194,16 @@ class Store:
                 f"'{name[:200]}' is no name of a checkpoint: letters, digits, '.', '_' and '-', at most 128 of them"
             )
         return self._run_folder(run) / kind / name
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or "born" not in found:
+        raise CheckpointError(f"'{file}' is damaged: put back a copy of it, or remove the folder '{file.parent}'")
+    return found
 
 
 def to_time(seconds: float) -> str:

@@ -5,6 +5,7 @@ all else is JSON.
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,8 +98,14 @@ def _read_example(i: int, datum: Message, room: int) -> Example:
         inputs[read_text(entry, 1)], room = tensor, room - tensor.size
     if TARGETS not in inputs:
         raise UserError(f"example {i} has no loss_fn_inputs['{TARGETS}']")
-    targets = inputs.pop(TARGETS).astype(np.int64)
+    targets = _whole_numbers(i, inputs.pop(TARGETS))
     return Example(tokens, targets, {key: array.astype(np.float32) for key, array in inputs.items()})
+
+
+def _whole_numbers(i: int, array: np.ndarray) -> np.ndarray:
+    if array.dtype.kind == "f" and not (np.isfinite(array).all() and (array == np.floor(array)).all()):
+        raise UserError(f"example {i}: {TARGETS} has a number that is no token")
+    return array.astype(np.int64)
 
 
 def _read_tensor(i: int, sent: Message, room: int) -> np.ndarray:
@@ -125,6 +132,7 @@ def _from_csr(i: int, csr: Message, dtype: np.dtype[Any], shape: list[int], room
     fits = (
         len(shape) == 2
         and len(ends) == shape[0] + 1
+        and int(ends[0]) == 0
         and len(columns) == len(values) == (int(ends[-1]) if len(ends) else -1)
         and bool((np.diff(ends) >= 0).all())
         and (not len(columns) or (columns.min() >= 0 and columns.max() < shape[1]))
@@ -229,23 +237,32 @@ def read_sample_settings(sent: Mapping[str, Any]) -> SampleSettings:
     given = sent.get("sampling_params")
     given = given if isinstance(given, dict) else {}
     stop = given.get("stop")
-    stops = [stop] if isinstance(stop, str) else list(stop or [])
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, list) or not all(type(one) in (str, int) for one in stops):
+        raise UserError(f"sampling_params.stop = {str(stop)[:80]!r}; it is a text, or a list of texts or of token ids")
     if stop is not None and not stops:
         raise UserError(
             "sampling_params.stop = []: this server always stops at the model's own end tokens; leave it out"
         )
-    try:
-        return SampleSettings(
-            n=int(sent.get("num_samples", 1)),
-            max_tokens=None if given.get("max_tokens") is None else int(given["max_tokens"]),
-            temperature=float(given.get("temperature", 1.0)),
-            top_p=float(given.get("top_p", 1.0)),
-            top_k=int(given.get("top_k", -1)),
-            seed=None if given.get("seed") is None else int(given["seed"]),
-            stop_texts=[s for s in stops if isinstance(s, str)],
-            stop_tokens=[s for s in stops if isinstance(s, int)],
-            prompt_logprobs=bool(sent.get("prompt_logprobs")),
-            top_prompt_logprobs=int(sent.get("topk_prompt_logprobs") or 0),
-        )
-    except (TypeError, ValueError) as error:
-        raise UserError(f"sampling_params cannot be read: {error}") from error
+    numbers = given | {name: sent.get(name) for name in ("num_samples", "topk_prompt_logprobs")}
+    for name in ("num_samples", "topk_prompt_logprobs", "max_tokens", "seed", "top_k", "temperature", "top_p"):
+        value = numbers.get(name)
+        if value is not None and not (is_number(value) and (name in ("temperature", "top_p") or value == int(value))):
+            raise UserError(f"{name} = {str(value)[:80]!r}; it must be a number, or left out")
+    return SampleSettings(
+        n=1 if numbers["num_samples"] is None else int(numbers["num_samples"]),
+        max_tokens=None if given.get("max_tokens") is None else int(given["max_tokens"]),
+        temperature=float(1.0 if given.get("temperature") is None else given["temperature"]),
+        top_p=float(1.0 if given.get("top_p") is None else given["top_p"]),
+        top_k=int(-1 if given.get("top_k") is None else given["top_k"]),
+        seed=None if given.get("seed") is None else int(given["seed"]),
+        stop_texts=[s for s in stops if isinstance(s, str)],
+        stop_tokens=[s for s in stops if isinstance(s, int)],
+        prompt_logprobs=bool(sent.get("prompt_logprobs")),
+        top_prompt_logprobs=int(numbers["topk_prompt_logprobs"] or 0),
+    )
+
+
+def is_number(value: Any) -> bool:
+    """Whether JSON gave a number that a double can hold, neither NaN nor infinite."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max

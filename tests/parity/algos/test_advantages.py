@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from kits.algos import F64, near, scored, slope, tensor
+from kits.train import trajectory
 from rondel.algos import advantage, gae
 from rondel.algos.reward_transforms import KimiLength, Overlong
 from rondel.algos.table import resolve_algorithm
+from rondel.core.types import Group, Task
 from rondel.train.annotate import advantages_of
+from rondel.train.pack import batch_of
 
 # groups 9: 1 0 0 1, 4: 7 2, -2: 5 5
 REWARDS, GROUPS = tensor(1, 7, 0, 0, 5, 1, 2, 5), torch.tensor([9, 4, 9, 9, -2, 9, 4, -2])
@@ -66,6 +70,16 @@ def test_eps_matters_exactly_where_a_group_nearly_agrees():
 def test_overlong_is_piecewise_linear(length, penalty):
     found = Overlong(max_tokens=100, buffer=20, factor=1.0)(scored(tensor(0.25), lengths=torch.tensor([length])))
     assert near(found, [0.25 - penalty])
+
+
+def test_overlong_compares_the_limit_of_a_reply_with_the_longest_turn_of_an_episode():
+    """dapo, max_tokens = 8: of two turns of 4 tokens none is long, and none of 3; of turns of 2, 8 and 1 one is."""
+    rng = np.random.default_rng(0)
+    turns = [[4, 4], [3], [2, 8, 1]]
+    spans = [[span for n in lengths for span in ((n, 1), (2, 0))][:-1] for lengths in turns]
+    group = Group(0, Task("t", "f", {}), [trajectory(s, rng, prompt=[5], reward=1.0) for s in spans], 0)
+    row = resolve_algorithm({"kind": "dapo"}).bounded(8)
+    assert row.shaping(batch_of([group]).scored_samples).tolist() == [1.0, 1.0, 0.0]
 
 
 def test_overlong_takes_the_papers_share_as_its_buffer():

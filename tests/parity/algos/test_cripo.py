@@ -122,7 +122,7 @@ def test_a_tiny_run_of_criteria(tmp_path):
         ({"algo__distill": {"criteria": {"form": 0.5}}}, "write the place of its hint"),
         (
             {"algo__distill": {"criteria": {"form": 0}}, "engine__sampling__top_k": 5},
-            "top_k or top_p cut these: set them to 0 and 1",
+            "top_k, top_p or min_p cut these: set them to 0, 1 and 0",
         ),
         (
             {"algo__distill": {"criteria": {"form": 0}}, "model__teacher": [{"context": "{prompt} {solution}"}]},

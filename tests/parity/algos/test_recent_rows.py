@@ -287,6 +287,35 @@ def test_each_agent_is_compared_with_what_it_usually_earns(tmp_path):
     assert rule.next_baselines(["a"] * 3, [2.0] * 3)["a"] == pytest.approx(one_by_one)
 
 
+@pytest.mark.parametrize("charged", [True, False])
+@pytest.mark.parametrize("remembered", ["baseline", "history"])
+def test_what_is_remembered_is_what_was_compared(remembered, charged):
+    """Answers that always earn the same, behind a length penalty and a KL in the reward: what they are compared with
+    paid both, too. And a branch of an episode earns nothing of its own.
+    """
+    kind = {"kind": "agent_baseline", "decay": 0.0} if remembered == "baseline" else {"kind": "prompt_norm", "least": 1}
+    charge = {"kl": {"kind": "k2", "coef": 0.5, "where": "reward"}} if charged else {}
+    row = row_of("reinforce", advantage=kind, shaping={"kind": "overlong", "max_tokens": 3, "buffer": 1}, **charge)
+    t = trainer(model(), row, lr=0.0)
+    for again in range(2):
+        group = game(1, [0.25, 1.0], np.random.default_rng(0))
+        if not charged:
+            group.trajectories += game(1, [0.25], np.random.default_rng(1)).trajectories
+            group.trajectories[2].parent = 0
+        b = batch_of([group])
+        step(t, b, row)
+        paid = [s.reward - 1.0 for s in b.samples[:2]]
+        if charged:
+            each = [s.known.behavior.double() - s.known.reference for s in b.samples]
+            paid = [reward - float((0.25 * x**2).sum()) for reward, x in zip(paid, each, strict=True)]
+        if remembered == "baseline":
+            assert list(t.coefs.values.values()) == pytest.approx(paid)
+            found = [float(s.known.advantages[0]) for s in b.samples[:2]]
+            assert found == pytest.approx([0.0, 0.0] if again else paid, abs=1e-5)
+        else:
+            assert t.coefs.rewards["t1"] == pytest.approx(paid * (1 + again))
+
+
 def episodes() -> Group:
     """Two episodes of two turns; their second turns saw the same observation, their first ones the prompt."""
     rng = np.random.default_rng(1)
@@ -357,6 +386,8 @@ def test_turns_are_the_steps_of_gae():
         )
     single = replace(told, turn_T=torch.arange(15))
     assert near(found(single), gae.Gae(0.9, 0.8, whiten=False)(single))
+    cut = replace(single, value_after_N=tensor(0.0, 2.0, -1.5))  # what a world showed where it cut an episode off
+    assert near(found(cut), gae.Gae(0.9, 0.8, whiten=False)(cut)) and not near(found(cut), found(single))
 
 
 def test_a_token_counts_by_the_versions_since_it_was_drawn():

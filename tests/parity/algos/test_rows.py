@@ -100,7 +100,7 @@ def variants():
         regression = KlRegression(estimator, route, 0.3, draws=3, top=(3, 5)[number % 2])
         yield pytest.param(replace(table.KLPO, surrogate=regression), id=f"klpo {estimator} {route}")
     for how in (QuestionValue(part="right", delta=0.3), QuestionValue(above=-0.1)):
-        yield pytest.param(replace(table.DAPO.bounded(9), shaping=Overlong(10, 4), advantage=how), id=str(how))
+        yield pytest.param(replace(table.DAPO.bounded(9), shaping=Overlong(10, 9), advantage=how), id=str(how))
     for rule in (LeastLikely(0.5, 0.5, 0.5), LeastLikely(1.0, 0.2, 3.0)):
         yield pytest.param(replace(table.OPSA, correction=rule), id=str(rule))
     yield pytest.param(replace(table.TOPR, surrogate=Tapered("token", above=0.5)), id="topr, token")

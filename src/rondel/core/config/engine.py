@@ -19,6 +19,12 @@ class SamplingConfig(SettingsTable):
     top_p: float = Field(
         1.0, gt=0, le=1, description="1 keeps everything; what is kept is recorded, and the trainer reads it"
     )
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="what has less than this share of the likeliest token's probability is cut off; recorded likewise",
+    )
     max_tokens: int = Field(64, ge=1, description="the longest answer of one turn")
     stop: list[int | str] = Field(
         [], description="token ids and strings that end an answer; a string is cut off its text, not its tokens"

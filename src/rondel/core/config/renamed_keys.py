@@ -29,6 +29,7 @@ SYNONYMS = {  # what other trainers call a key of ours
     "max_completion_length": "engine.sampling.max_tokens",
     "temperature": "engine.sampling.temperature",
     "top_p": "engine.sampling.top_p",
+    "min_p": "engine.sampling.min_p",
     "top_k": "engine.sampling.top_k",
     "tensor_parallel_size": "place.engines",
     "tensor_model_parallel_size": "place.engines",

@@ -35,6 +35,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         near = suggest_name(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
         shipped = "" if near or path.suffix else " `rondel recipes` lists those that come with Rondel, and writes one"
         raise ConfigError(f"no recipe at {path}.{near}{shipped}") from error
+    except IsADirectoryError as error:
+        own = path / "job.toml"
+        remedy = f"the recipe of the run in it is {own}" if own.is_file() else "name a file, such as recipe.toml"
+        raise ConfigError(f"{path} is a folder and no recipe: {remedy}") from error
     except OSError as error:
         raise ConfigError(
             disk_refusal(error, f"reading the recipe {str(path)[:200]}") or f"reading the recipe {path}: {error}"

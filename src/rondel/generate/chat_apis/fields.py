@@ -27,7 +27,6 @@ SILENT = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "cache_control",
-        "parallel_tool_calls",
         "include",
         "truncation",
     }
@@ -60,6 +59,7 @@ class ChatFields:
 
     def __init__(self, body: dict[str, Any], sampling: Sampling, warn: Callable[[str, str], None]) -> None:
         self.body, self.sampling, self.warn, self._known = body, sampling, warn, set(SILENT)
+        self.parallel = True  # whether an answer may call several tools, as read_tool_choice finds it
 
     def read_field(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         self._known.add(name)
@@ -86,12 +86,20 @@ class ChatFields:
         return tuple(dict.fromkeys(stop for stop in listed if stop))
 
     def read_tool_choice(self) -> bool:
-        """Whether tools are offered."""
+        """Whether tools are offered, and may be called side by side."""
         choice = self.read_field("tool_choice", (str, dict))
+        self.parallel = self.read_parallel(choice)
+        if isinstance(choice, dict):
+            choice = {name: value for name, value in choice.items() if name != "disable_parallel_tool_use"}
         off = choice == "none" or choice == {"type": "none"}
         if choice not in NOTHING and not off:
             self.warn("tool_choice", "the policy chooses for itself whether it calls a tool")
         return not off
+
+    def read_parallel(self, choice: Any) -> bool:
+        """Whether an answer may call several tools, as OpenAI's and Anthropic's clients say it."""
+        one = isinstance(choice, dict) and bool(choice.get("disable_parallel_tool_use"))
+        return bool(self.read_field("parallel_tool_calls", bool, True)) and not one
 
     def read_chat_request(
         self, said: Any, tools: list[dict[str, Any]] | None = None, *, limit: tuple[str, ...], stop: str = "stop"
@@ -106,6 +114,7 @@ class ChatFields:
         if n > 128:
             raise RequestRefusal(400, f"n = {n}; at most 128")
         asked = ChatRequest(said, tools or [], self.read_count(*limit), self.stop_strings(stop), n, offered)
+        asked.parallel = self.parallel
         for name in self.body.keys() - self._known:
             value, own = self.body[name], getattr(self.sampling, name, None)
             if not any(value == nothing for nothing in NOTHING) and not (

@@ -104,7 +104,7 @@ async def build_response(session: ChatSession, f: ChatFields) -> dict[str, Any]:
         "metadata": {},
         "model": str(f.body.get("model", "policy")),
         "output": output,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": f.parallel,
         "previous_response_id": before,
         "temperature": f.sampling.temperature,
         "top_p": f.sampling.top_p,

@@ -20,10 +20,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol, get_args
-
-import numpy as np
 
 from rondel.core.errors import EngineError, SyncError, UserError
 from rondel.core.events import stalled_error
@@ -41,6 +40,7 @@ from rondel.core.types import (
     Route,
     Sampling,
     TokenScores,
+    earliest_routes,
 )
 from rondel.generate.engine.draw_gate import DrawGate
 from rondel.generate.engine.folder_update import FolderUpdate
@@ -150,9 +150,7 @@ class ForeignEngine:
             done.logprobs += check_logprobs(self._server_name, piece.tokens, piece.logprobs)
             done.versions += [version] * len(piece.tokens)
             done.text = (done.text or "") + piece.text
-            if piece.experts is not None:  # of what came before it, too, whose own routes stay
-                known = piece.experts[:0] if done.experts is None else done.experts
-                done.experts = np.concatenate([known, piece.experts[len(known) :]])
+            done.experts = earliest_routes(done.experts, piece.experts)  # it tells those of what came before it, too
             done.cached_tokens = done.cached_tokens or piece.cached
             if piece.finish != "abort" or len(done.tokens) >= request.sampling.max_tokens:
                 done.finish_reason = "length" if piece.finish == "abort" else piece.finish
@@ -164,12 +162,13 @@ class ForeignEngine:
 
     async def _draw_tokens(self, request: Request, done: Completion) -> DrawnTokens:
         s, n = request.sampling, len(done.tokens)
-        if n and s.has_penalties:
+        before = request.continuation + n  # whoever asked may go on from an earlier abort
+        if before and s.has_penalties:
             raise EngineError(
                 "a sample with penalties cannot go on behind an interruption: the server would not know which tokens "
                 "it wrote"
             )
-        seed = int.from_bytes(blake2b(f"{request.key}/{n}".encode(), digest_size=8).digest(), "little") >> 1
+        seed = int.from_bytes(blake2b(f"{request.key}/{before}".encode(), digest_size=8).digest(), "little") >> 1
         rest = _remaining_sampling(s, n)
         return await self.server.draw_tokens(
             [*request.tokens, *done.tokens], request.media, rest, seed, request.deadline
@@ -249,13 +248,15 @@ class ForeignEngine:
             bytes_copied=self.bytes_copied,
         )
 
-    async def pause(self, how: Interrupt = "hold", lease: float = 600.0) -> None:
-        """hold: what runs returns and goes on later. drain: it ends first. abort: it returns for good."""
+    async def pause(self, how: Interrupt = "hold", lease: float = inf) -> None:
+        """hold: what runs returns and goes on later. drain: it ends first, however long it takes. abort: it returns for
+        good.
+        """
         if how not in get_args(Interrupt):
             raise UserError(f"pause('{how}'): it is one of {', '.join(get_args(Interrupt))}")
         await self.gate.close(abort=how == "abort")
         try:
-            async with asyncio.timeout(min(lease, self.patience)):
+            async with asyncio.timeout(None if how == "drain" else min(lease, self.patience)):
                 while self.gate.drawing:
                     if how != "drain":
                         self.gate.cuts += 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from rondel.core.errors import EngineError, SyncError
@@ -116,7 +117,7 @@ class MultiPolicyEngine:
             memory=memory,
         )
 
-    async def pause(self, how: Interrupt = "hold", lease: float = 600.0) -> None:
+    async def pause(self, how: Interrupt = "hold", lease: float = inf) -> None:
         await self._call_engines(self.each, lambda _, engine: engine.pause(how, lease))
 
     async def resume(self) -> None:

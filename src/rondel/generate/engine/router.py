@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 
@@ -214,8 +215,9 @@ class EngineRouter:
     async def remove_engine(
         self, name: str, patience: float = 0.0, between: AbstractAsyncContextManager[None] | None = None
     ) -> RolloutEngine:
-        """It gets nothing new; what it has not ended after `patience` seconds is sent elsewhere. `between`: what it
-        waits for then, and leaves inside. -> the engine, with nothing to do.
+        """It gets nothing new; what it has not ended after `patience` seconds goes on elsewhere from the tokens that it
+        has: drawn anew it would more often be short (law 15). `between`: what it waits for then, and leaves inside.
+        -> the engine, with nothing to do.
         """
         await self.fleet.cancel_return(name)
         replica = self.replicas[name]
@@ -224,10 +226,20 @@ class EngineRouter:
             if replica.tasks and patience > 0:
                 await asyncio.wait(list(replica.tasks), timeout=patience)
             async with between or nullcontext():
+                if replica.tasks:
+                    await self._return_unfinished(replica)
                 self._let_go(replica)
         finally:
             self._let_go(replica)
         return replica.engine
+
+    async def _return_unfinished(self, replica: EngineReplica) -> None:
+        """Every request of it answers with what is written; one of a replica that cannot is begun again elsewhere."""
+        with suppress(EngineError, WorkerError, StalledError, TimeoutError):
+            async with asyncio.timeout(self.fleet.patience):
+                await replica.engine.pause("abort")
+                if replica.tasks:
+                    await asyncio.wait(list(replica.tasks))
 
     def _let_go(self, replica: EngineReplica) -> None:
         self.fleet.drop_replica(replica, "it left")
@@ -256,7 +268,7 @@ class EngineRouter:
             replicas=sum(s.replicas for s in told),
         )
 
-    async def pause(self, how: Interrupt = "hold", lease: float = 600.0) -> None:
+    async def pause(self, how: Interrupt = "hold", lease: float = inf) -> None:
         self._busy.add("pause")
         await self.fleet.call(lambda engine: engine.pause(how, lease), self.fleet.all_replicas)
         if how == "abort":

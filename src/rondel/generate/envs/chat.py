@@ -11,7 +11,7 @@ reply ─> ...
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,7 +19,17 @@ from rondel.core.clocks import now
 from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.errors import DataError, EnvError
 from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, message_text
-from rondel.core.types import POLICY, Completion, Drift, FinishReason, Request, Sampling, Trajectory, Turn
+from rondel.core.types import (
+    POLICY,
+    Completion,
+    Drift,
+    FinishReason,
+    Request,
+    Sampling,
+    Trajectory,
+    Turn,
+    earliest_routes,
+)
 from rondel.generate.calls import THOUGHT_ENDS, ToolCall, read_calls
 from rondel.generate.envs.episode import EpisodeState
 from rondel.generate.envs.sent_messages import SentTurn, find_drift, rendered_branch, sent_messages
@@ -46,7 +56,23 @@ class ConversationMark:
 
 
 START = ConversationMark()
+THOUGHT_BEGINS, THOUGHT_TOKENS = "<think>", 16  # which the last tokens before a reply may spell
 TURNS = 1 << 20  # more than one conversation has
+BESIDE = 1 << 20  # more conversations than are opened beside one
+
+
+@dataclass(slots=True, eq=False)
+class ConversationNumber:
+    """Which conversation of its episode: 0 the first, 1 and 2 those beside it, BESIDE + 1 and BESIDE + 2 those beside
+    the one with number 1. So it does not depend on who else opens one meanwhile. Copies share it.
+    """
+
+    number: int = 0
+    opened: int = 0
+
+    def open_beside(self) -> ConversationNumber:
+        self.opened += 1
+        return ConversationNumber(self.number * BESIDE + self.opened)
 
 
 class TokenChat:
@@ -59,6 +85,7 @@ class TokenChat:
     sight        how the model looks at images; None for one that reads text alone
     cast         {agent: policy}: whose weights write for whom; the policy's own for everyone else
     episode      what the conversations of one episode share: its budget, and what follows from drift
+    stop_ids     tokens at which the model's answers end
 
     Who speaks is `trajectory.agent`, and is named before the first reply:
     `chat.trajectory.agent = "writer"`, `chat.beside("critic")`.
@@ -87,12 +114,14 @@ class TokenChat:
         sight: ImageProcessorConfig | None = None,
         cast: Mapping[str, str] | None = None,
         episode: EpisodeState | None = None,
+        stop_ids: Collection[int] = (),
     ) -> None:
         self.tokenizer, self.template, self.generate = tokenizer, Template(tokenizer, sight), generate
         self.sampling, self.key, self.max_context, self.system = sampling, key, max_context, system
+        self._root_key, self._place = key, ConversationNumber()  # the key is that of the episode's first conversation
         self.sight, self.cast = sight, cast or {}
         self.trajectory, self.closed = Trajectory(policy=policy), list[Trajectory]()
-        self.episode = episode or EpisodeState()
+        self.episode, self.stop_ids = episode or EpisodeState(), stop_ids
         self.sent = list[SentTurn]()  # the same as messages, for what a server would make of them
         self.tools: Schemas = ()
         self.group_key: int | None = None  # of noise that the answers of one group may share; None: it is no one's
@@ -102,7 +131,7 @@ class TokenChat:
         self.turn = 0
         self._open = False  # a prompt waits for its reply
         self._full = False
-        self._beside = self._commands = 0
+        self._commands = 0
         self.last_turn: Sequence[int] = []
         self._opening: Messages | None = []  # what the next messages stand behind, where they begin a trajectory
         self.asked = (0, 0)  # tokens and messages that the last reply answers
@@ -115,6 +144,10 @@ class TokenChat:
         """
         if self._open:
             raise EnvError("give() twice without a reply() between: hand over all messages in one call")
+        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+            raise EnvError(
+                f"give({messages!r:.40}): it takes messages, as in give([{{'role': 'user', 'content': 'text'}}])"
+            )
         self._open = True
         messages, tools = valid_unicode(messages), valid_unicode(tools)
         if self._opening is not None:
@@ -140,12 +173,8 @@ class TokenChat:
         """The first messages of a trajectory, rendered whole."""
         first, new = self.turn == 0, messages
         messages, self._opening = _behind(self._opening or [], messages), None
-        if self.system is not None and not any(m.get("role") == "system" for m in messages):
-            messages = [{"role": "system", "content": self.system}, *messages]
-        own, shots = messages, self.episode.shots.get(self.trajectory.agent, ()) if first else ()
-        if shots:
-            at = sum(m.get("role") == "system" for m in messages[:1])
-            messages = [*messages[:at], *shots, *messages[at:]]
+        own = self._with_system(messages)
+        messages = self.whole_opening(messages) if first else own
         self.sent, self.tools = [], tools or self.tools
         plain, sources = split_sources(messages, self.sight)
         tokens = self.template.render_opening(plain, self.tools)
@@ -158,6 +187,18 @@ class TokenChat:
         self.sent += messages
         self._append_tokens(tokens, sources)
         record_turns(self.trajectory, new)
+
+    def whole_opening(self, messages: Messages) -> Messages:
+        """What a conversation that begins with these messages is rendered from: the system's message stands before
+        them, and the shots."""
+        messages = self._with_system(messages)
+        at = sum(m.get("role") == "system" for m in messages[:1])
+        return [*messages[:at], *self.episode.shots.get(self.trajectory.agent, ()), *messages[at:]]
+
+    def _with_system(self, messages: Messages) -> Messages:
+        if self.system is None or any(m.get("role") == "system" for m in messages):
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
 
     def give_tokens(self, tokens: list[int]) -> None:
         """The same for what is text alone, without roles and without a template."""
@@ -206,9 +247,8 @@ class TokenChat:
             done.text = await decode_answer(self.tokenizer, done.tokens)
         await extend_in_pieces(self.trajectory, done)
         self.trajectory.laps.append(("chat", began, took, len(tokens), len(done.tokens)))
-        if done.experts is not None:
-            # of the whole stream: every turn's request carries all tokens so far
-            self.trajectory.experts = done.experts
+        # of the whole stream: every turn's request carries all tokens so far
+        self.trajectory.experts = earliest_routes(self.trajectory.experts, done.experts)
         for what, seconds in done.timings.items():
             self.trajectory.timings[what] = self.trajectory.timings.get(what, 0.0) + seconds
         self._close_turn(done.tokens, done.text)
@@ -226,7 +266,7 @@ class TokenChat:
         keep   1 keeps the turn of the policy, whose calls are answered next
         A summary for which there is no room is empty, and changes nothing.
         """
-        messages = sent_messages(self.sent, self.template, tools=bool(self.tools))
+        messages = sent_messages(self.sent, self.template, tools=self.tools)
         system = [m for m in messages[:1] if m["role"] == "system"]
         kept = messages[len(system) :][-keep:] if keep else []
         self.give([{"role": "user", "content": prompt}])
@@ -259,21 +299,23 @@ class TokenChat:
         """The tools that a reply asks for, as the template writes calls; what it only thought of is not asked for."""
         said = await decode_answer(self.tokenizer, done.tokens, skip_special_tokens=False)
         form = self.template.call_format
-        return await beside_loop(read_calls, form, said) if len(done.tokens) > LONG else read_calls(form, said)
+        given = (form, said, self.tools)
+        return await beside_loop(read_calls, *given) if len(done.tokens) > LONG else read_calls(*given)
 
     def write(
         self, text: str, *, version: int = 0, split_special_tokens: bool = True, steps: ContinuousSteps | None = None
     ) -> None:
-        """Put words into the policy's mouth, for supervised phases: mask 1, logprob 0, then the tokenizer's end token.
+        """Put words into the policy's mouth, for supervised phases: mask 1, logprob 0, then `end_token`.
 
         What does not fit into max_context is cut, with finish_reason "length", as it would be for the policy itself.
         Control tokens that the text spells are text, or with split_special_tokens = False tokens. Of a policy that
         draws points: `steps`, which are not cut, and no text.
         """
         self._check_turn()
-        text, special, end = valid_unicode(text), self.template.special, self.tokenizer.eos_token_id
+        text, end, context = valid_unicode(text), self.end_token, self.trajectory.tokens
         if steps is None:
-            tokens = special.encode_text(text, split=split_special_tokens) + ([] if end is None else [end])
+            tokens = self.template.encode_reply(context, text, split=split_special_tokens)
+            tokens += [] if end is None else [end]
         elif (n := len(steps)) <= self._remaining_tokens:
             tokens = list(range(n))
         else:
@@ -284,6 +326,33 @@ class TokenChat:
         self.trajectory.extend(kept, logprobs=[0.0] * len(kept), versions=[version] * len(kept), steps=steps)
         self._close_turn(kept, text)
         self.trajectory.finish_reason = "stop" if len(kept) == len(tokens) else "length"
+
+    @property
+    def end_token(self) -> int | None:
+        """What ends a turn that is shown: the mark that the template ends it with, where answers end there, as Gemma's
+        <end_of_turn>; else the tokenizer's end token.
+        """
+        own = self.tokenizer.eos_token_id
+        if self.template.plain or not set(self.stop_ids) - {own}:
+            return own  # type: ignore[no-any-return]
+        try:
+            mark = self.template.turn_end_tokens[:1]
+        except Exception:  # a template of a model that looks may refuse a content that is a text, by whatever it likes
+            return own  # type: ignore[no-any-return]
+        return mark[0] if mark and mark[0] in self.stop_ids else own
+
+    def refuse_open_thought(self, context: Sequence[int], text: str) -> None:
+        """DataError where the template has begun a thought that a shown reply does not end: it would teach the policy
+        to answer within its thought. `context`: the tokens that the reply stands behind.
+        """
+        opening = self.tokenizer.decode(list(context[-THOUGHT_TOKENS:]), skip_special_tokens=False)
+        if self.template.plain or THOUGHT_ENDS in text or not opening.rstrip().endswith(THOUGHT_BEGINS):
+            return
+        raise DataError(
+            f"the chat template begins a thought with {THOUGHT_BEGINS}, and the reply to show, {text!r:.60}, does not "
+            f"end it: the policy would learn to answer within its thought. Begin what is shown with its end, "
+            f"'{THOUGHT_ENDS}' or a thought and '{THOUGHT_ENDS}', or give the model a template that begins none"
+        )
 
     def log_command(self, command: Any, *, exit: int, folder: str) -> None:
         """The environment ran a command in its sandbox: its exit code, and a digest of the working folder behind it.
@@ -315,13 +384,13 @@ class TokenChat:
         )
 
     def beside(self, agent: str = "") -> TokenChat:
-        """An empty conversation of the same episode, with noise of its own: for another
-        agent, by the weights that play it.
+        """An empty conversation of the same episode, with noise of its own, whichever conversation it is beside: for
+        another agent, by the weights that play it.
         """
-        self._beside += 1
-        own, twin = self.key, self.fork()
-        first = self._beside * TURNS
-        twin.key = lambda turn: own(first + turn)
+        root, twin = self._root_key, self.fork()
+        twin._place = self._place.open_beside()
+        first = twin._place.number * TURNS
+        twin.key = lambda turn: root(first + turn)
         twin.trajectory.agent = agent
         return twin
 
@@ -340,8 +409,10 @@ class TokenChat:
             sight=self.sight,
             cast=self.cast,
             episode=self.episode,
+            stop_ids=self.stop_ids,
         )
         twin.template = self.template  # what it has found out about its tokenizer
+        twin._root_key, twin._place = self._root_key, self._place
         twin.trajectory = Trajectory(
             tokens=t.tokens[:n],
             mask=t.mask[:n],

@@ -73,18 +73,24 @@ class ByRate:
         if isinstance(event, GroupFinished) and event.rewards and event.task in self.place:
             self._ended.append(event)
         elif isinstance(event, StepDone) and self._ended:
-            for ended in sorted(self._ended, key=lambda e: e.number):
-                passed = sum(min(1.0, max(0.0, r)) for r in ended.rewards) / len(ended.rewards)
-                self.rates[ended.task] = DECAY * self.rates.get(ended.task, passed) + (1 - DECAY) * passed
+            self.rates = self._rates_by_now()
             self._ended.clear()
             self._update_weights()
 
     def state_dict(self) -> dict[str, float]:
-        return dict(self.rates)
+        """Groups that have finished since the last step are in it: the checkpoint has them, and they finish only once."""
+        return self._rates_by_now()
 
     def load(self, state: dict[str, float]) -> None:
         self.rates = {task: rate for task, rate in state.items() if task in self.place}
         self._update_weights()
+
+    def _rates_by_now(self) -> dict[str, float]:
+        rates = dict(self.rates)
+        for ended in sorted(self._ended, key=lambda e: e.number):
+            passed = sum(min(1.0, max(0.0, r)) for r in ended.rewards) / len(ended.rewards)
+            rates[ended.task] = DECAY * rates.get(ended.task, passed) + (1 - DECAY) * passed
+        return rates
 
     def _update_weights(self) -> None:
         self._sums = np.cumsum([self.weight(self.rates.get(task.id)) for task in self.tasks])

@@ -38,6 +38,8 @@ class Debate:
     Which debater argues for the right answer is drawn from the task, so it is the same in all its episodes.
     """
 
+    scores_itself = True
+
     def __init__(
         self,
         *,
@@ -53,7 +55,6 @@ class Debate:
         self.remote = None if judge == "policy" else RemoteChat(judge, judge_model, "task.env.judge", timeout)
         self.agents = DEBATERS if self.remote is not None else (*DEBATERS, JUDGE)
         self.turns = 2 * rounds + 1
-        self.scores_itself = self.remote is None
 
     def prompt(self, task: Task) -> tuple[Messages, Schemas]:
         """What the first debater reads."""

@@ -15,19 +15,22 @@ from rondel.text.tokenization import SPLIT
 
 class GoldEpisode:
     """Plays an environment with its own gold(task): the replies are the policy's tokens, logprobs 0, versions 0, and
-    what the environment gives stays the environment's, mask 0.
+    what the environment gives stays the environment's, mask 0. `trained`: the policy learns from it, and does not only
+    read it.
     """
 
-    def __init__(self, env: Any, *, policy: str = "policy") -> None:
-        self.env, self.policy = env, policy
+    def __init__(self, env: Any, *, policy: str = "policy", trained: bool = True) -> None:
+        self.env, self.policy, self.trained = env, policy, trained
 
     async def run(self, task: Task, chat: TokenChat) -> list[Trajectory]:
-        replies, tokenizer = iter(self.env.gold(task)), chat.tokenizer
+        replies, end = iter(self.env.gold(task)), chat.end_token
 
         async def next_reply(request: Request) -> Completion:
             if (text := next(replies, None)) is None:
                 raise DataError(f"the environment asks for more replies than its gold({task.id}) has")
-            tokens = [*chat.template.special.encode_text(text, split=True), tokenizer.eos_token_id]
+            if self.trained:
+                chat.refuse_open_thought(request.tokens, text)
+            tokens = [*chat.template.encode_reply(request.tokens, text), *([] if end is None else [end])]
             kept = tokens[: request.sampling.max_tokens]
             n = len(kept)
             return Completion(kept, [0.0] * n, [0] * n, "stop" if n == len(tokens) else "length", text=text)  # type: ignore[arg-type]
@@ -43,18 +46,27 @@ class Demonstrate:
     """Gives the prompt, then writes task.data["answer"] as the policy's own tokens: logprobs 0, versions 0.
 
     `policy` names the writer: "policy" in a supervised phase, `DATA` for a
-    demonstration among the policy's own samples.
+    demonstration among the policy's own samples. `trained` as GoldEpisode has it.
     """
 
     def __init__(
-        self, *, suffix: str = "", system: str | None = None, examples: Sequence[Example] = (), policy: str = "policy"
+        self,
+        *,
+        suffix: str = "",
+        system: str | None = None,
+        examples: Sequence[Example] = (),
+        policy: str = "policy",
+        trained: bool = True,
     ) -> None:
         self.suffix, self.system, self.examples, self.policy = suffix, system, examples, policy
+        self.trained = trained
 
     async def run(self, task: Task, chat: TokenChat) -> Trajectory:
         if "answer" not in task.data:
             raise DataError(f"task {task.id} has no 'answer' to demonstrate; it has: {', '.join(task.data)}")
         chat.give(opening_messages(task, suffix=self.suffix, system=self.system, examples=self.examples))
+        if self.trained:
+            chat.refuse_open_thought(chat.trajectory.tokens, str(task.data["answer"]))
         chat.write(str(task.data["answer"]), split_special_tokens=task.data.get(SPLIT, True))
         chat.trajectory.policy = self.policy
         return chat.trajectory

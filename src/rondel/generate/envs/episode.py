@@ -142,6 +142,11 @@ def as_trajectories(episode: Any) -> list[Trajectory]:
         raise EnvError(
             "the environment returned an empty list; an episode is at least one trajectory, be it without a token"
         )
+    if len({id(one) for one in found}) < len(found):
+        raise UserError(
+            f"the environment returned {len(found)} trajectories, and some are the same one, which would be trained "
+            "twice: name each conversation of the episode once"
+        )
     return found
 
 
@@ -161,8 +166,14 @@ def assign_parents(episode: list[Trajectory]) -> list[Trajectory]:
 
 def join_episodes(episodes: Iterable[list[Trajectory]]) -> list[Trajectory]:
     """All of them as a group has them: parents count from its first trajectory."""
-    found: list[Trajectory] = []
+    found, seen = list[Trajectory](), set[int]()
     for episode in episodes:
+        if seen & (own := {id(one) for one in episode}):
+            raise UserError(
+                "the environment returned the same trajectory for two episodes, which run at the same time in one "
+                "object: keep chat and trajectory in variables of run(), and not in self"
+            )
+        seen |= own
         first = len(found)
         for trajectory in episode:
             trajectory.parent = None if trajectory.parent is None else trajectory.parent + first
@@ -199,13 +210,23 @@ def refuse_untrainable(sampling: Sampling) -> None:
     """Law 4: what is trained was drawn from a distribution that the trainer can compute again."""
     if names := sampling.untrainable_settings:
         raise ConfigError(
-            f"samples drawn with {names} cannot be trained: the trainer recomputes logits, temperature, top_k and "
-            "top_p, and nothing else. "
-            "Train with temperature above 0 and no min_p, penalties, bias, grammar or min_tokens; task.eval.sampling "
+            f"samples drawn with {names} cannot be trained: the trainer recomputes logits, temperature, top_k, "
+            "top_p and min_p, and nothing else. "
+            "Train with temperature above 0 and no penalties, bias, grammar or min_tokens; task.eval.sampling "
             "may use them all"
         )
     if sampling.top_k > WIDEST:
         raise ConfigError(f"engine.sampling.top_k = {sampling.top_k}; {_recording_hint()}")
+
+
+def refuse_other_temperature(sampling: Sampling, trained: float) -> None:
+    """The same of an environment that draws at a temperature of its own: the trainer divides by that of the run."""
+    if sampling.temperature != trained:
+        raise ConfigError(
+            f"an environment draws at temperature {sampling.temperature:g}, and the policy is trained at {trained:g}: "
+            "the trainer would compute other log-probabilities than those of the draw. Set "
+            f"engine.sampling.temperature = {sampling.temperature:g}, or leave chat.sampling.temperature as it is"
+        )
 
 
 def refuse_wide(support: list[Any | None], sampling: Sampling) -> None:
@@ -215,8 +236,8 @@ def refuse_wide(support: list[Any | None], sampling: Sampling) -> None:
     widest = max((len(ids) for ids in support if ids is not None), default=0)
     if widest > WIDEST:
         raise ConfigError(
-            f"engine.sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p} left {widest} tokens to draw one "
-            f"from; {_recording_hint()}"
+            f"engine.sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p}, min_p = {sampling.min_p} left {widest} "
+            f"tokens to draw one from; {_recording_hint()}"
         )
 
 
@@ -228,14 +249,14 @@ def refuse_without_support(trajectory: Trajectory, sampling: Sampling) -> None:
         and trajectory.policy not in (DATA, GREEDY)
     ):
         raise DataError(
-            "a trajectory without the tokens that its own were drawn from, under top_k or top_p: an environment that "
-            "builds trajectories itself "
-            "must hand Completion.support to extend(); or set engine.sampling.top_k = 0 and top_p = 1"
+            "a trajectory without the tokens that its own were drawn from, under top_k, top_p or min_p: an environment "
+            "that builds trajectories itself must hand Completion.support to extend(); or set engine.sampling.top_k = 0, "
+            "top_p = 1 and min_p = 0"
         )
 
 
 def _recording_hint() -> str:
     return (
-        f"at most {WIDEST} are recorded for the trainer. Set engine.sampling.top_k = {WIDEST // 2}, or top_k = 0 "
-        "and top_p = 1 for the whole vocabulary"
+        f"at most {WIDEST} are recorded for the trainer. Set engine.sampling.top_k = {WIDEST // 2}, or top_k = 0, "
+        "top_p = 1 and min_p = 0 for the whole vocabulary"
     )

@@ -7,10 +7,10 @@ OutOfBudget("turns").
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rondel.core.clocks import running_time
 from rondel.core.errors import EnvError
 
 ASKS = 64  # empty replies after which an environment is taken for one that never ends
@@ -24,7 +24,7 @@ class EpisodeBudget:
     turns: int | None = None
     seconds: float | None = None
     cost: float | None = None
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = running_time  # the time of a stop, by Ctrl-Z say, is nobody's
     used_tokens: int = 0
     used_turns: int = 0
     used_cost: float = 0.0

@@ -87,7 +87,7 @@ class DemonstratedControl(Control):
         played = SteppedEpisode(chat.trajectory, spaces.observed)
         shown, _ = call_world(source.name, world.reset, seed=task.data["seed"])
         while not played.ended:
-            seen, rewards, chunk, ended = spaces.flatten(shown), list[float](), list[np.ndarray](), ""
+            seen, rewards, chunk, ended = spaces.observe(shown), list[float](), list[np.ndarray](), ""
             for _ in range(self.chunk):
                 state = world.observation if isinstance(world, FrameWorld) else shown
                 chunk.append(np.asarray(self.expert(np.asarray(state, np.float32)), np.float32).reshape(-1))
@@ -99,7 +99,7 @@ class DemonstratedControl(Control):
             row = np.concatenate([seen, matching_chain(np.concatenate(chunk), self.denoising_steps, key, len(played))])
             steps = ContinuousSteps(row[None].astype(np.float32), spaces.observed)
             done = Completion([0], [0.0], [0], "stop", text="", steps=steps)  # type: ignore[arg-type]
-            played.add(done, math.fsum(rewards), spaces.flatten(shown), ended, taken=len(rewards))
+            played.add(done, math.fsum(rewards), spaces.observe(shown), ended, taken=len(rewards))
         return played.finish()
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from rondel.core.errors import ConfigError, EnvError
+from rondel.text.unicode import read_json
 
 PATIENCE = 60.0  # seconds for one answer of a server; task.env.timeout may end the wait before
 
@@ -49,10 +50,12 @@ class OpenEnv:
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         try:
-            action = {self.action: text} if self.action else json.loads(text)
-        except json.JSONDecodeError as error:
+            action = {self.action: text} if self.action else read_json(text)
+        except (ValueError, RecursionError) as error:
             return f"That is not a JSON object: {error}.", 0.0, False, False, {}
-        told = self._send_request("step", action if isinstance(action, dict) else {})
+        if not isinstance(action, dict):  # an empty one in its place may be an action, and be paid
+            return f"That is not a JSON object: {text[:40]}.", 0.0, False, False, {}
+        told = self._send_request("step", action)
         if told["type"] == "error":
             if (told.get("data") or {}).get("code") != "VALIDATION_ERROR":
                 raise EnvError(f"{self.url} does not step: {self._error_text(told)}")

@@ -28,6 +28,15 @@ def content_key(question: str) -> str:
     return " ".join(sorted(numbers)) + " | " + " ".join(sorted(words))
 
 
+def asked_key(task: Task) -> str:
+    """The content of what the user asks, in whatever form: as a text or as messages, with a system prompt or without."""
+    if "prompt" in task.data:
+        return content_key(task.data["prompt"])
+    messages = task.data["messages"]
+    own = [m for m in messages if m.get("role") == "user"] or messages
+    return content_key("\n".join(message_text(m["content"]) for m in own))
+
+
 def hold_out(contents: list[str], holdout: float, seed: int) -> set[str]:
     """Whole contents, in the order of their hash with the seed, until `holdout` tasks (or that
     fraction) are held out.

@@ -32,13 +32,13 @@ class HostedWorld:
     def reset(self, seed: int) -> np.ndarray:
         """-> [O] what it shows first"""
         shown, _ = call_world(self.name, self.world.reset, seed=seed)
-        return self.spaces.flatten(shown)
+        return self.spaces.observe(shown)
 
     def take(self, actions: np.ndarray, left: int) -> Taken:
         """[H, n]: one behind the other, at most `left` of them."""
         step = partial(call_world, self.name, self.world.step)
         shown, rewards, ended = take_actions(step, map(self.spaces.action, actions), left)
-        return self.spaces.flatten(shown), rewards, ended
+        return self.spaces.observe(shown), rewards, ended
 
     def close(self) -> None:
         """What it raises then is nobody's concern."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import itertools
 import json
@@ -101,19 +102,44 @@ def jsonl(path: str | list[str]) -> Iterator[DatasetRow]:
         yield from itertools.chain.from_iterable(map(jsonl, path))
         return
     name = Path(path.removesuffix(".gz")).stem
-    for number, line in enumerate(_read_lines(_existing_path(path), path), 1):
+    for number, line in enumerate(_read_lines(_existing_path(path), path, "JSON lines"), 1):
         if line.strip():
             yield DatasetRow(f"{path}:{number}", name, _parse_row(line, f"{path}:{number}"))
 
 
-def _read_lines(file: Path, path: str) -> Iterator[bytes]:
+def read_csv(path: str | list[str], delimiter: str = ",") -> Iterator[DatasetRow]:
+    """Rows of a table of text whose first line names the fields, as spreadsheets write it; every value is a text."""
+    if isinstance(path, list):
+        yield from itertools.chain.from_iterable(read_csv(one, delimiter) for one in path)
+        return
+    name = Path(path.removesuffix(".gz")).stem
+    lines = enumerate(_read_lines(_existing_path(path), path, "CSV"), 1)
+    try:
+        table = csv.reader((_decode_line(line, f"{path}:{number}") for number, line in lines), delimiter=delimiter)
+        header = next(table, [])
+        if len(set(header)) < len(header):
+            raise DataError(f"{path}:1: two columns have one name: {', '.join(header)}")
+        for row in table:
+            where = f"{path}:{table.line_num}"
+            if len(row) not in (0, len(header)):
+                raise DataError(
+                    f"{where}: {len(row)} values for {len(header)} columns ({', '.join(header)}): a text with a "
+                    f"'{delimiter}' in it stands in quotes"
+                )
+            if row:
+                yield DatasetRow(where, name, dict(zip(header, row, strict=True)))
+    except (csv.Error, TypeError) as error:
+        raise DataError(f"{path}: no CSV: {error}") from error
+
+
+def _read_lines(file: Path, path: str, what: str) -> Iterator[bytes]:
     """The lines of a file without the mark of its encoding; what begins as another format is refused by its name."""
     with wrap_read_errors(path):
         with file.open("rb") as raw:
             first = raw.read(4)
         for magic, format, remedy in FORMATS:
             if first.startswith(magic):
-                raise DataError(f"{path}:1: the file is {format}, and not JSON lines in UTF-8: {remedy}")
+                raise DataError(f"{path}:1: the file is {format}, and not {what} in UTF-8: {remedy}")
         with gzip.open(file) if first.startswith(GZIP) else file.open("rb") as lines:
             for number, line in enumerate(lines):
                 yield line if number else line.removeprefix(b"\xef\xbb\xbf")
@@ -148,17 +174,12 @@ def wrap_read_errors(path: str) -> Iterator[None]:
 
 def _parse_row(line: bytes, where: str) -> Any:
     """The object of one line. Numbers and texts that no task can hold are refused here, where the line is known."""
+    text = _decode_line(line, where)
     try:
-        text = line.decode()
         found = json.loads(text, parse_constant=_refuse_constant)
         if "\\u" in text:
             json.dumps(found, ensure_ascii=False).encode()
         return found
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: byte {line[error.start]:#04x} at column {error.start + 1} is not UTF-8: save the file as UTF-8 "
-            f"(iconv -f LATIN1 -t UTF-8 FILE)"
-        ) from error
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where}: {error.object[error.start]!a} is half a character: write the whole one, or leave it out"
@@ -169,10 +190,26 @@ def _parse_row(line: bytes, where: str) -> Any:
         ) from error
     except json.JSONDecodeError as error:
         hint = "; a JSON array becomes one with jq -c '.[]' FILE" if line.strip() in (b"[", b"[{") else ""
+        hint = '; kind = "csv" reads tables of text' if where.endswith(":1") and _names_columns(text) else hint
         raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); one object a line{hint}") from error
     except ValueError as error:
         what = "a number of more than 4300 digits" if "digits" in str(error) else str(error)
         raise DataError(f"{where}: {what}: write it as a text") from error
+
+
+def _decode_line(line: bytes, where: str) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: byte {line[error.start]:#04x} at column {error.start + 1} is not UTF-8: save the file as UTF-8 "
+            f"(iconv -f LATIN1 -t UTF-8 FILE)"
+        ) from error
+
+
+def _names_columns(line: str) -> bool:
+    """Whether it may be the first line of a CSV file."""
+    return "," in line and not line.lstrip().startswith(("{", "["))
 
 
 def _refuse_constant(word: str) -> Any:
@@ -279,7 +316,7 @@ def quadrants(size: int = 160, seed: int = 0, pixels: int = 56) -> Iterator[Data
 def search_questions(corpus: str) -> Iterator[DatasetRow]:
     """The questions that `rondel tasks search` made of a corpus. Hold-outs take whole documents."""
     path = f"{corpus}/questions.jsonl"
-    for number, line in enumerate(_read_lines(_existing_path(path), path), 1):
+    for number, line in enumerate(_read_lines(_existing_path(path), path, "JSON lines"), 1):
         fields = _parse_row(line, f"{path}:{number}")
         yield DatasetRow(f"{path}:{number}", fields["family"], fields, fields["document"])
 
@@ -287,7 +324,7 @@ def search_questions(corpus: str) -> Iterator[DatasetRow]:
 def shop_tasks(path: str) -> Iterator[DatasetRow]:
     """The tasks that `rondel tasks shop` made for `env = "shop"`. Hold-outs take whole users."""
     file = f"{path}/tasks.jsonl"
-    for number, line in enumerate(_read_lines(_existing_path(file), file), 1):
+    for number, line in enumerate(_read_lines(_existing_path(file), file, "JSON lines"), 1):
         fields = _parse_row(line, f"{file}:{number}")
         yield DatasetRow(f"{file}:{number}", fields["family"], fields, f"customer {fields['user']}")
 
@@ -302,6 +339,7 @@ def points(name: str = "ring", args: dict[str, Any] | None = None) -> Iterator[D
 KINDS: dict[str, Callable[..., Iterable[DatasetRow]]] = {
     "reasoning_gym": reasoning_gym,
     "jsonl": jsonl,
+    "csv": read_csv,
     "parquet": parquet,
     "datasets": read_dataset,
     "list": inline_rows,

@@ -22,7 +22,7 @@ SentTurn = dict[str, Any] | tuple[Sequence[int], str]
 SplitImages = Callable[["Messages", "ImageProcessorConfig | None"], "tuple[Messages, list[Any]]"]
 
 
-def sent_messages(turns: Sequence[SentTurn], template: Template, *, tools: bool) -> Messages:
+def sent_messages(turns: Sequence[SentTurn], template: Template, *, tools: Schemas) -> Messages:
     """The messages of a conversation, those of the policy as an API tells them: the text before the first call, and
     the calls."""
     return [turn if isinstance(turn, dict) else _written_message(*turn, template, tools=tools) for turn in turns]
@@ -54,7 +54,7 @@ def compare_with_template(
     """
     if template.plain or not sent or not isinstance(sent[0], dict):
         return None
-    messages, sources = split(sent_messages(sent, template, tools=bool(tools)), sight)
+    messages, sources = split(sent_messages(sent, template, tools=tools), sight)
     rendered = template.render_opening(messages, tools, remember=False)
     short = one_token_an_image(written, media)
     if (at := first_difference(short, rendered)) is None:
@@ -156,9 +156,9 @@ def rendered_branch(
     return found
 
 
-def _written_message(tokens: Sequence[int], text: str, template: Template, *, tools: bool) -> dict[str, Any]:
+def _written_message(tokens: Sequence[int], text: str, template: Template, *, tools: Schemas) -> dict[str, Any]:
     raw = template.tokenizer.decode(list(tokens), skip_special_tokens=False) if tools else ""
-    calls = read_calls(template.call_format, raw) if tools else []
+    calls = read_calls(template.call_format, raw, tools) if tools else []
     if not calls or any(call.fault for call in calls):
         return {"role": "assistant", "content": text}
     listed = [

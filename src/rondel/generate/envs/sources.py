@@ -20,7 +20,7 @@ from rondel.core.errors import ConfigError, DataError, RondelError
 from rondel.core.media import message_text
 from rondel.core.registry import find_registered, locate_path, suggest_name
 from rondel.core.types import Task
-from rondel.generate.envs.holdout import GRAM, content_key, hold_out, overlapping_tasks
+from rondel.generate.envs.holdout import GRAM, asked_key, content_key, hold_out, overlapping_tasks
 from rondel.generate.envs.rows import KINDS, DatasetRow
 from rondel.generate.interleave import interleave_media
 from rondel.generate.pictures import image_part, is_image, is_picture, source_of
@@ -84,9 +84,9 @@ def load_evaluation_sets(
     if not trains:
         return replace(tasks, sets=sets)
     asked = [task for own in sets.values() for task in own]
-    contents = {content_key(question_text(task)) for task in asked}
+    contents = {asked_key(task) for task in asked}
     leaked = overlapping_tasks(tasks.train, asked, GRAM)
-    leaked |= {task.id for task in tasks.train if content_key(question_text(task)) in contents}
+    leaked |= {task.id for task in tasks.train if asked_key(task) in contents}
     train = [task for task in tasks.train if task.id not in leaked]
     sources = tuple((weight, [task for task in own if task.id not in leaked]) for weight, own in tasks.sources)
     if not train or not all(own for _, own in sources):
@@ -106,8 +106,11 @@ def _read_evaluation_set(name: str, table: dict[str, Any], env: str) -> list[Tas
     for key in settings:
         if key in ("holdout", "ngram", SPLIT) or key.startswith("eval_"):
             raise ConfigError(f"task.eval.sets.{name}.{key} has no meaning: all tasks of a set are evaluated")
-    columns = DatasetColumns(*(_column_name(settings, key) for key in ("prompt", "answer", "image", "video")))
-    found, _ = _read_tasks(kind, settings, env, columns)
+    try:
+        columns = DatasetColumns(*(_column_name(settings, key) for key in ("prompt", "answer", "image", "video")))
+        found, _ = _read_tasks(kind, settings, env, columns)
+    except (ConfigError, DataError) as error:  # it speaks of task.data, which is read in the same way
+        raise type(error)(str(error).replace("task.data", f"task.eval.sets.{name}"), page=error.page) from error
     return [task for _, task in found.values()]
 
 
@@ -119,7 +122,8 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
                     its name, which its tasks have as
                     data["source"], a `weight`, and where it is not task.env an `env`
     prompt, answer  which field holds the question (text, or a list of messages) and the gold
-                    answer; answer = "" for none; a field of a table in the row: answer = "reward_model.ground_truth"
+                    answer; answer = "" for none; a field of a table in the row: answer = "reward_model.ground_truth".
+                    Fields "prompt" and "messages" that are not the question are left out of the task
     image           which field holds the picture of a question, or a list of them: a path (from the
                     data's own folder), bytes, an opened picture; they stand where the question
                     says <image>, or before its words
@@ -161,8 +165,9 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     if elsewhere:
         held, _ = _read_tasks(kind, settings | elsewhere, env, columns)
         shared = overlapping_tasks([task for _, task in found.values()], [task for _, task in held.values()], gram)
+        asked = {asked_key(task) for _, task in held.values()}
         contents = {content for content, _ in held.values()} | {
-            content for content, task in found.values() if task.id in shared
+            content for content, task in found.values() if task.id in shared or asked_key(task) in asked
         }
     else:
         contents = hold_out([content for content, _ in found.values()], holdout, settings.get("seed", 0))
@@ -226,11 +231,12 @@ def _read_mixed(settings: dict[str, Any], env: str) -> TaskSet:
         for task in [*loaded.train, *loaded.held_out]:
             task.data["source"] = name
         sets.append((weight, loaded))
-    held = [task for _, s in sets for task in s.held_out]
-    forbidden, seen = {content_key(question_text(task)) for task in held}, set[str]()
+    placed = [((i + 0.5) / len(s.held_out), task) for _, s in sets for i, task in enumerate(s.held_out)]
+    held = [task for _, task in sorted(placed, key=lambda pair: pair[0])]  # the first n are some of every source
+    forbidden, seen = {asked_key(task) for task in held}, set[str]()
     sources: list[tuple[float, list[Task]]] = []
     for weight, s in sets:
-        mine = [task for task in s.train if content_key(question_text(task)) not in forbidden]
+        mine = [task for task in s.train if asked_key(task) not in forbidden]
         kept = [task for task in mine if question_text(task) not in seen]
         seen |= {question_text(task) for task in kept}
         if not kept:
@@ -240,7 +246,7 @@ def _read_mixed(settings: dict[str, Any], env: str) -> TaskSet:
             )
         sources.append((weight, kept))
     train = [task for _, tasks in sources for task in tasks]
-    clean = sum(content_key(question_text(task)) not in forbidden for _, s in sets for task in s.train)
+    clean = sum(asked_key(task) not in forbidden for _, s in sets for task in s.train)
     leaked = sum(len(s.train) for _, s in sets) - clean
     return TaskSet(
         train,
@@ -351,7 +357,7 @@ def _check_settings(source: Callable[..., Any], settings: dict[str, Any]) -> Non
 
 
 def _task_from_row(row: DatasetRow, env: str, folder: Path, columns: DatasetColumns) -> tuple[str, Task]:
-    """(content, task) of one row; all other fields of the row stay in task.data."""
+    """(content, task) of one row; all other fields of the row stay in task.data, but for another question."""
     prompt, answer = columns.prompt, "answer" if columns.answer is None else columns.answer
     shown = {"image": columns.image or "", "video": columns.video or ""}
     if not isinstance(row.fields, dict):
@@ -371,6 +377,13 @@ def _task_from_row(row: DatasetRow, env: str, folder: Path, columns: DatasetColu
     fields.pop(prompt, None)
     asked = _with_media(row, asked, fields, folder, shown)
     question = _question(row, asked)
+    if ":" not in env and isinstance(asked, list) and asked[-1]["role"] == "assistant":  # one of yours may want it
+        raise DataError(
+            f"{row.where}: the messages end with a turn of the assistant, which the policy would read before it "
+            "answers: end them with the user's turn, and give what the assistant said as the field 'answer'"
+        )
+    for name in ("prompt", "messages"):  # one question: a conversation beside the named field may hold the solution
+        fields.pop(name, None)
     fields["prompt" if isinstance(asked, str) else "messages"] = asked
     if answer:
         fields.pop(answer, None)

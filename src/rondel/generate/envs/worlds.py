@@ -97,6 +97,17 @@ class WorldSpaces:
             return np.array(shown, np.float32).reshape(-1)
         return np.asarray(spaces.flatten(self.observation_space, shown), np.float32)
 
+    def observe(self, shown: Any) -> np.ndarray:
+        """`flatten` for a policy that reads numbers. EnvError where one is not finite: the policy would answer with nan,
+        and its weights would be blamed."""
+        flat = self.flatten(shown)
+        if len(odd := np.flatnonzero(~np.isfinite(flat))):
+            raise EnvError(
+                f"a world showed {flat[odd[0]]} as number {odd[0]} of its observation, and a policy reads finite "
+                "numbers: mend the world, or wrap it in a function of yours that replaces them"
+            )
+        return flat
+
     def action(self, drawn: np.ndarray) -> Any:
         """What the policy drew, as the world takes it: cut at its bounds."""
         if self.discrete:

@@ -10,6 +10,7 @@ from transformers import AutoModel
 
 from rondel.core.errors import ModelError, error_boundary
 from rondel.models.control.kinds import FLOW_VLA
+from rondel.system.whole_checkpoint import load_pretrained
 
 BACKBONES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # read one grid of patches of any size, and keep no state
 # sizes of a random model, for its example and those of models/load.py
@@ -49,5 +50,6 @@ def load_backbone(model: Any, recipe: dict[str, Any], folder_of: Callable[[str],
     """The weights of a backbone that is a folder, into a new model."""
     if isinstance(backbone := recipe.get("backbone"), str):
         with error_boundary(ModelError, f"loading the model '{backbone}'"):
-            found = AutoModel.from_pretrained(folder_of(backbone), dtype=torch.float32)
+            folder = folder_of(backbone)
+            found = load_pretrained(AutoModel, backbone, pretrained_model_name_or_path=folder, dtype=torch.float32)
         model.backbone.load_state_dict(found.state_dict())

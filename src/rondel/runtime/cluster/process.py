@@ -37,8 +37,8 @@ from rondel.runtime.stacks import SIGNAL
 from rondel.system.files import guard_write, make_folder
 
 GRACE = 5.0  # that one may take to end when it is asked to
-DUMP = 2.0  # seconds that one may take to write its stacks
-QUIET = 0.25  # seconds without another line of them after which they are whole: each is many writes
+DUMP = 5.0  # seconds that one may take to write its stacks
+QUIET = 0.25  # idle seconds without another line of them after which they are whole: each is many writes
 LINES = 50  # of a dead worker's output that its error shows
 
 
@@ -175,11 +175,22 @@ class ProcessWorker(RemoteWorker):
     def _read(self) -> None:
         try:
             while True:
-                self._take_message(*frames.receive_frame(self._pipe))
+                self._unpack_message(frames.receive_bytes(self._pipe))
         except (EOFError, OSError):
             code = self._process.wait()
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             self._mark_lost(f"worker {self._name} (process {self.pid}) {how}", words=self._last_words)
+
+    def _unpack_message(self, received: frames.Received) -> None:
+        """What is of a class that only the child has cannot be read here, and whose answer it was is not known."""
+        try:
+            message = frames.unpack(received)
+        except Exception as error:
+            why = f"answered what cannot be read here: {type(error).__name__}: {error}"
+            self._mark_lost(f"worker {self._name} (process {self.pid}) {why}")
+            self._process.kill()
+        else:
+            self._take_message(*message)
 
     def _take_message(self, number: int, kind: str, value: Any) -> None:
         """Nothing of it stays here while the next one is waited for: it may be an answer of a million tokens."""
@@ -250,10 +261,14 @@ class ProcessWorker(RemoteWorker):
         """What it does, and what the others wait for meanwhile: into the logs, before it is killed."""
         size, deadline = self._log_size(), time.monotonic() + DUMP
         self._all_dump()
-        seen, since = size, time.monotonic()
+        if not self._speaks:
+            time.sleep(QUIET)  # for the others': of its own none will come
+            return self._last_words()
+        seen, since, activity = size, time.monotonic(), ProcessActivity(self.pid)
         while time.monotonic() < deadline and (seen == size or time.monotonic() - since < QUIET):
             time.sleep(0.02)
-            if (now := self._log_size()) != seen:
+            activity.look()
+            if (now := self._log_size()) != seen or activity.is_running:
                 seen, since = now, time.monotonic()
         return self._last_words()
 

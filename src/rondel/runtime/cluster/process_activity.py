@@ -20,11 +20,12 @@ class ProcessActivity:
     it: it has ended, or this is no Linux.
 
     is_stopped  by a signal or a debugger, at the last look
+    is_running  a thread of it computes, or waits for a processor or a disk, at the last look
     """
 
     def __init__(self, pid: int) -> None:
         self._folder, self._hertz = Path(f"/proc/{pid}"), os.sysconf("SC_CLK_TCK")
-        self.idle_seconds, self.is_stopped = 0.0, False
+        self.idle_seconds, self.is_stopped, self.is_running = 0.0, False, False
         self._at, self._cpu, self._bytes, self._states = time.monotonic(), -1.0, -1, set[str]()
 
     def look(self) -> None:
@@ -32,7 +33,7 @@ class ProcessActivity:
         try:
             cpu, moved, states = self._cpu_seconds(), self._io_bytes(), self._thread_states()
         except (OSError, ValueError, IndexError):
-            self.idle_seconds, self.is_stopped, self._cpu = 0.0, False, -1.0
+            self.idle_seconds, self.is_stopped, self.is_running, self._cpu = 0.0, False, False, -1.0
             return
         stopped = bool(states) and states <= STOPPED
         if (
@@ -46,7 +47,7 @@ class ProcessActivity:
             self.idle_seconds = 0.0
         else:
             self.idle_seconds += min(now - self._at, LOOK)
-        self.is_stopped = stopped
+        self.is_stopped, self.is_running = stopped, bool(states & {RUNS, DISK})
         self._at, self._cpu, self._bytes, self._states = now, cpu, moved, states
 
     def _cpu_seconds(self) -> float:

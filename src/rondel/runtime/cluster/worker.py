@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from rondel.core.errors import WorkerError
+from rondel.core.errors import RondelError, WorkerError
 from rondel.core.events import Event, WorkerTime, emit
 
 PULSE = 1.0  # seconds between two signs of life
@@ -96,8 +96,14 @@ class RemoteWorker:
             event.worker = (
                 self._name.replace("rank-", f"{event.worker}-", 1) if self._name.startswith("rank-") else self._name
             )
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(emit, event) if self._loop else emit(event)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(emit, event)
+            return
+        try:
+            emit(event)
+        except RondelError as error:  # of a reader that a run cannot do without: who waits for this worker is told
+            self._mark_lost(str(error), type(error))
 
     @property
     def _silence_limit(self) -> float:

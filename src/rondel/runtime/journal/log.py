@@ -192,16 +192,21 @@ TOLD: dict[str, tuple[tuple[str, FieldRule], ...]] = {  # kind of event -> what 
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def read_history(folder: str | Path) -> list[dict[str, Any]]:
-    """Every event ever written, also those that a resume has repeated since. A torn last line is not an event."""
+def journal_of(folder: str | Path) -> Path:
+    """The journal of a run folder; an error where it is none."""
     folder = Path(folder)
-    path = folder / FILE
     if not folder.is_dir():
         raise UserError(f"no run folder at {folder}; `rondel train RUN.toml` makes one (key run.folder)")
-    if not path.exists():
+    if not (path := folder / FILE).exists():
         raise UserError(
             f"{folder} holds no {FILE}, so it is not a run folder; give the folder named by run.folder in the recipe"
         )
+    return path
+
+
+def read_history(folder: str | Path) -> list[dict[str, Any]]:
+    """Every event ever written, also those that a resume has repeated since. A torn last line is not an event."""
+    path = journal_of(folder)
     with guard_write(path, doing="reading"):
         lines = _read_regular_file(path).decode("utf-8", "replace").split("\n")
     events = []
@@ -239,11 +244,10 @@ def read(folder: str | Path) -> Iterator[dict[str, Any]]:
 def drop_repeated_events(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Leave out what a later `Resumed` repeats. Three rules:
 
-    1. `Resumed(step=k)` goes back to the line of `Checkpointed(step=k)`. What follows
-    that line is void, except facts of
-       steps <= k (`StepDone(k)` is written after its checkpoint) and what stays true:
-       RunStarted, Resumed, Warned, Stalled, Broke, Advised. Where the crash came before that line was
-       written, the last event of a step <= k takes its place.
+    1. `Resumed(step=k)` goes back to the line of `Checkpointing(step=k)`; in older journals to that of
+       `Checkpointed(step=k)` or, where the crash came before it, to the last event of a step <= k. What follows that
+       line is void, except facts of steps <= k (`StepDone(k)` is written after its checkpoint) and what stays true:
+       RunStarted, Resumed, Warned, Stalled, Broke, Advised.
        `Resumed(checkpoint="")` begins again from nothing.
     2. Numbers are given in order, so an `Admitted(m)` voids earlier events about groups numbered m or higher: while a
        checkpoint is being written, the rollouts go on.
@@ -267,9 +271,12 @@ def _events_before(told: list[dict[str, Any]], resumed: dict[str, Any]) -> list[
     step = resumed["step"]
     if not resumed["checkpoint"]:
         return [e for e in told if e["kind"] in LASTING]
-    saved = [at for at, e in enumerate(told) if e["kind"] == "Checkpointed" and e["step"] == step]
+    begun, saved = (
+        [at for at, e in enumerate(told) if e["kind"] == kind and e["step"] == step]
+        for kind in ("Checkpointing", "Checkpointed")
+    )
     earlier = [at for at, e in enumerate(told) if e["kind"] not in LASTING and e.get("step", math.inf) <= step]
-    cut = max(saved or earlier, default=-1)
+    cut = max(begun or saved or earlier, default=-1)
     return [
         e for at, e in enumerate(told) if e["kind"] in LASTING or e.get("step", step if at <= cut else math.inf) <= step
     ]

@@ -22,7 +22,7 @@ from rondel.runtime.telemetry.accounts import seconds_of, seconds_to_shares
 from rondel.runtime.telemetry.drawn_images import encode_png
 from rondel.runtime.telemetry.metrics import add_boxes
 from rondel.runtime.telemetry.run_images import before_and_after, draws_images
-from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
+from rondel.runtime.telemetry.scores import failure_text, interval_text, is_share, score_text, within_unit
 from rondel.runtime.telemetry.world_card import world_rows, world_sentence, world_summary
 from rondel.system.files import replace_file
 from rondel.text.unicode import write_json
@@ -145,8 +145,8 @@ def run_summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
         "seeds": {"loop": facts.get("seed", UNKNOWN)},
         "data": facts.get("tasks", {}),
         "cost": {
-            "device_hours": round(_wall_seconds(raw) * facts.get("devices", 1) / 3600, 4),
-            "devices": facts.get("devices", 1),
+            "device_hours": round(sum(seconds * devices for seconds, devices in _lives(raw)) / 3600, 4),
+            "devices": max(devices for _, devices in _lives(raw)),
         },
         "workers": {worker: seconds_to_shares(seconds) for worker, seconds in seconds_of(events).items()},
         "memory": memory_by_worker(events, facts),
@@ -183,13 +183,19 @@ def _last_rows(events: Events) -> list[dict[str, Any]]:
 
 
 def _wall_seconds(raw: Events) -> float:
-    """Wall time of all lives of the run: from each RunStarted to the last sign of that life."""
-    total, begun, last = 0.0, raw[0]["t"], raw[0]["t"]
+    """Wall time of all lives of the run."""
+    return math.fsum(seconds for seconds, _ in _lives(raw))
+
+
+def _lives(raw: Events) -> list[tuple[float, int]]:
+    """[(seconds, devices), ...]: each life from its RunStarted to its last sign. Ranks may be others in each."""
+    lives, begun, last, devices = list[tuple[float, int]](), raw[0]["t"], raw[0]["t"], 1
     for event in raw:
         if event["kind"] == "RunStarted":
-            total, begun = total + last - begun, event["t"]
+            lives.append((last - begun, devices))
+            begun, devices = event["t"], event["facts"].get("devices", 1)
         last = event["t"]
-    return total + last - begun
+    return [*lives, (last - begun, devices)]
 
 
 def _mean_rewards(events: Events) -> list[float | None]:
@@ -258,8 +264,9 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
     warm = (
         0 if recipe_value("loop.warmup.steps") == UNKNOWN else recipe_value("loop.warmup.steps")
     )  # its groups nobody drew
+    trained = {e["step"] for e in done if e["step"] > warm and not e["note"]}  # not of an update that was refused
     lags = [
-        e["version"] - born for e in events if e["kind"] == "GroupsTaken" and e["step"] > warm for born in e["born"]
+        e["version"] - born for e in events if e["kind"] == "GroupsTaken" and e["step"] in trained for born in e["born"]
     ]
     gap = f"largest |log p(trainer) - log p(engine)| of a trained token {max(gaps):.1e}" if gaps else "gap not measured"
     fresh = [k3 for e in done for name, k3 in e["metrics"].items() if name.endswith("/mismatch_k3_lag_0")]
@@ -275,7 +282,8 @@ def answer_questions(events: Events, job: dict[str, Any], facts: dict[str, Any])
     )
     env, settings = split_kind(recipe_value("task.env"), "single_turn")
     most = settings.get("turns", ToolsConfig.model_fields["turns"].default if env in ("tools", "gym") else UNKNOWN)
-    turns = "one turn" if env == "single_turn" else f"at most {most} turns"
+    turns = f"at most {most} turns" if most != UNKNOWN else "as many turns as it takes"
+    turns = "one turn" if env == "single_turn" else turns
     replay = facts.get("resolved", {}).get("routing_replay", "none: no routed experts recorded")
     return {
         "framework": _format_facts(facts.get("versions")),
@@ -384,6 +392,7 @@ def render_markdown(card: dict[str, Any]) -> str:
                 _eval_row("after", after, share),
             ],
         ),
+        *_unscored_sentences([e for e in (before, card["eval_supervised"], after) if e]),
         _interval_verdict(before, after),
         *([f"Measured with weights {weights}."] if before and (weights := before["request"].get("weights")) else []),
         *_set_tables(card["eval_sets"]),
@@ -535,6 +544,15 @@ def _eval_row(title: str, e: dict[str, Any] | None, share: bool) -> tuple[str, .
     )
 
 
+def _unscored_sentences(evaluations: list[dict[str, Any]]) -> list[str]:
+    """For each evaluation with answers that the reward failed on: how many zeros of its score are those."""
+    return [
+        f"After step {e['step']}, {failed} of the answers {failure_text(e['request'])}."
+        for e in evaluations
+        if (failed := e["request"].get("failed"))
+    ]
+
+
 def _interval_name(before: dict[str, Any] | None, after: dict[str, Any] | None, share: bool) -> str:
     """How the intervals were made; older journals, one draw a task, took Wilson's for shares."""
     named = dict.fromkeys(e["interval"] or ("Wilson" if share else "") for e in (before, after) if e)
@@ -559,6 +577,11 @@ def _set_tables(sets: list[dict[str, Any]]) -> list[str]:
 def _interval_verdict(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
     if before is None or after is None:
         return "Without both evaluations this run shows no effect."
+    if before["low"] == before["high"] or after["low"] == after["high"]:
+        return (
+            "All tasks of one evaluation earned the same, so its interval has no width: it cannot tell the difference "
+            "from chance."
+        )
     if before["low"] > after["high"] or after["low"] > before["high"]:
         return "The intervals do not overlap: the difference is larger than chance on these tasks explains."
     return "The intervals overlap: this many tasks cannot tell the difference from chance."

@@ -421,7 +421,7 @@ class StepMetrics:
         self._finished: list[GroupFinished] = []
         self._guesses: list[Speculated] = []
         self._row: dict[str, float] = {}
-        self._book: dict[str, int] = {}
+        self._book: dict[str, int] | None = {}  # of the step before; None: a resumed run has not told it
         self._main_set = ""
 
     def on_event(self, event: Event) -> None:
@@ -461,6 +461,7 @@ class StepMetrics:
                 self._finished, self._guesses, self._row = [], [], {}
             case Resumed():
                 self._finished, self._guesses, self._row = [], [], {}
+                self._book = None if event.step else {}
 
     def _complete_row(self, done: StepDone) -> dict[str, float]:
         row = (
@@ -478,12 +479,11 @@ class StepMetrics:
         return row
 
     def _late_fraction(self, done: StepDone) -> dict[str, float]:
-        """Who has been given up since the last step, among these and the trained."""
-        book = [self._book.get(name, 0) for name in ("filtered/late", "trained")]
-        self._book = done.ledger
-        late, trained = (
-            max(0, done.ledger.get(name, 0) - before) for name, before in zip(("filtered/late", "trained"), book)
-        )
+        """Who has been given up since the last step, among these and the trained. Each phase has a ledger of its own."""
+        before, self._book = self._book, {} if "loop/supervised" in self._row else done.ledger
+        if before is None:
+            return {}
+        late, trained = (done.ledger.get(name, 0) - before.get(name, 0) for name in ("filtered/late", "trained"))
         return {"loop/late_fraction": late / (late + trained)} if late else {}
 
     def _write_row(self, step: int, row: dict[str, float]) -> None:

@@ -11,7 +11,7 @@ from rondel.core.config.old_recipe import translate_moved_keys
 from rondel.core.errors import UserError
 from rondel.runtime.journal.log import drop_repeated_events, read_history, read_recipe
 from rondel.runtime.telemetry.card import markdown_table
-from rondel.runtime.telemetry.scores import interval_text, is_share, score_text
+from rondel.runtime.telemetry.scores import failure_text, interval_text, is_share, score_text
 
 Event = dict[str, Any]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -26,7 +26,7 @@ LOAD = {
     "flow": "import torch\nfrom transformers import AutoTokenizer\n\n"
     'velocity = torch.export.load("{name}/program.pt2").module()  # x [N, D], sigma [N], prompt [P]\n'
     'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
-    'asked = [{{"role": "user", "content": prompt}}]\n'
+    'asked = [{system}{{"role": "user", "content": prompt}}]\n'
     "text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)\n"
     'tokens = tokenizer(text, return_tensors="pt").input_ids[0]\n'
     "x = torch.randn(N, {dim})\nfor k in range(K):  # as many denoising steps as in the run\n"
@@ -36,10 +36,15 @@ LOAD = {
     "chunks": 'import torch\n\nact = torch.export.load("{name}/program.pt2").module()\n'
     "actions = act(observation, noise)  # [N, O], [N, H*A] of a standard normal -> [N, H, A]",
     "vla": "import httpx  # its server: rondel serve {name}\n\n"
-    'asked = {{"observation": picture.reshape(-1).tolist(), "instruction": "..."}}  # [h, w, 3], 0 to 255\n'
+    'asked = {{"observation": picture.reshape(-1).tolist(), "instruction": "..."{system_field}}}  # [h, w, 3], 0 to 255\n'
     'actions = httpx.post("http://127.0.0.1:8000/act", json=asked).json()["action"]  # [H, A]',
     "adapter": "from peft import AutoPeftModelForCausalLM\n\nmodel = "
     'AutoPeftModelForCausalLM.from_pretrained("{name}")',
+    "mergeable_adapter": "# peft would not find its base, which Rondel made: first, rondel merge FOLDER merged\n"
+    "# (FOLDER holds this adapter: {name})\n"
+    "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+    'model = AutoModelForCausalLM.from_pretrained("merged")\n'
+    'tokenizer = AutoTokenizer.from_pretrained("merged")',
 }
 
 
@@ -51,10 +56,9 @@ def write_model_card(run: Path, step: int, into: Path, *, name: str = "", form: 
         events = []
     recipe = read_recipe(run)
     translate_moved_keys(recipe)
-    adapter = (into / "adapter_config.json").is_file()
     licence = licence_of_base(recipe.get("model", {}).get("path"))
     config = _read_config(into)
-    named = {"name": name or str(into), "kind": "adapter" if adapter else _kind_of(config), "dim": config.get("dim", 0)}
+    named = {"name": name or str(into), "kind": _adapter_kind(into) or _kind_of(config), "dim": config.get("dim", 0)}
     text = render_model_card(recipe, events, step, **named, form=form, licence=licence)
     (into / "README.md").write_text(text, encoding="utf-8", errors="replace")
     return text
@@ -63,6 +67,15 @@ def write_model_card(run: Path, step: int, into: Path, *, name: str = "", form: 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _adapter_kind(folder: Path) -> str:
+    """The same of an adapter, by whether its file names a base that peft can load; "" of a whole model."""
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        return ""
+    base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    return "adapter" if base and (Path(base).is_dir() or HUB_ID.fullmatch(base)) else "mergeable_adapter"
 
 
 def _kind_of(config: dict[str, Any]) -> str:
@@ -105,7 +118,7 @@ def render_model_card(
     licence: str = "",
 ) -> str:
     """The page, with the metadata that hubs read above it. kind: of `LOAD`; dim: numbers of a point of a flow."""
-    adapter = kind == "adapter"
+    adapter = kind in ("adapter", "mergeable_adapter")
     base = recipe.get("model", {}).get("path", "not recorded")
     shown = json.dumps(base) if isinstance(base, dict) else str(base)
     facts: dict[str, Any] = next((e["facts"] for e in reversed(events) if e["kind"] == "RunStarted"), {})
@@ -123,7 +136,8 @@ def render_model_card(
         meta.insert(1, f"license: {licence}")
     known = f"see {licence} of the base model" if in_file else licence
     algo, loop, data = (recipe.get(part, {}) for part in ("algo", "loop", "task"))
-    tasks = facts.get("tasks", {})
+    tasks, env = facts.get("tasks", {}), data.get("env", "")
+    kind_of_env = env.get("kind", "") if isinstance(env, dict) else env
     rows = [
         ("base model", shown),
         ("licence of the base", known or "not known: look before you share it"),
@@ -132,11 +146,15 @@ def render_model_card(
         ("steps", f"{step}, {loop.get('groups_per_step', '?')} tasks each, of them supervised "
                   f"{min(step, loop.get('warmup', {}).get('steps', 0))}"),
         ("data", f"{_shorten(data.get('data', {}))}; {tasks.get('train', '?')} tasks to train on"),
-        ("reward", _shorten(data.get("reward", "number"))),
+        ("reward", "what the world pays" if kind_of_env in ("control", "gym") else _shorten(data.get("reward", "number"))),
         ("seed", str(facts.get("seed", loop.get("seed", "?")))),
         ("software", ", ".join(f"{k} {v}" for k, v in facts.get("versions", {}).items()) or "not recorded"),
     ]  # fmt: skip
-    way = LOAD[kind].format(name=name, dim=dim)
+    system, field = data.get("system"), ""
+    if system is not None:  # what is drawn for a prompt is drawn for all that the run has put in front of it
+        told = json.dumps(system, ensure_ascii=False)
+        system, field = f'{{"role": "system", "content": {told}}}, ', f', "system": {told}'
+    way = LOAD[kind].format(name=name, dim=dim, system=system or "", system_field=field)
     vllm = f"vllm serve {name}\n" if kind == "model" else ""
     serve = "" if adapter else f"\n\n```bash\n{vllm}rondel serve {name}\n```"
     return (
@@ -157,6 +175,8 @@ def _held_out(events: list[Event], step: int) -> str:
             share = is_share(e)
             when = f"after step {step}" if e["step"] else "before training"
             draws = f"{e['n']} tasks" + (f", {e['draws']} draws each" if e.get("draws", 1) > 1 else "")
+            if failed := e.get("request", {}).get("failed"):
+                draws += f", {failed} answers {failure_text(e['request'])}"
             rows.append((e["profile"], when, "score" if share else "mean reward", score_text(e["score"], share),
                          interval_text(e["low"], e["high"], share), draws))  # fmt: skip
             for metric, (value, low, high) in e.get("metrics", {}).items():

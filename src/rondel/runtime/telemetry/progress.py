@@ -35,7 +35,7 @@ from rondel.core.events import (
 )
 from rondel.core.types import POLICY
 from rondel.runtime.telemetry.metrics import StepMetrics
-from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
+from rondel.runtime.telemetry.scores import failure_text, interval_text, is_share, score_text, within_unit
 from rondel.system.streams import PatientStream
 from rondel.text.unicode import visible_text
 
@@ -137,14 +137,14 @@ class ProgressPrinter:
                 )
         self._metrics.on_event(event)
         if isinstance(event, StepDone) and event.note:
-            self.print_line(f"  step {event.step} was not trained: {event.note}", style="yellow")
+            self.print_line(f"  refused in step {event.step}: {event.note}", style="yellow")
 
     # -- one line a step -------------------------------------------------------------------------
 
     def _print_evaluation(self, event: Evaluated) -> None:
         self._share = share = self._share and is_share(asdict(event))
         score, interval = score_text(event.score, share), interval_text(event.low, event.high, share)
-        failed = f", {n} could not be scored and count as 0" if (n := event.request.get("failed")) else ""
+        failed = f", {n} {failure_text(event.request)}" if (n := event.request.get("failed")) else ""
         what = "" if share else "mean reward "
         self._main_set = self._main_set or event.profile
         whose = "" if event.profile == self._main_set else f" on {event.profile}"

@@ -31,3 +31,8 @@ def score_text(score: float, share: bool) -> str:
 def interval_text(low: float, high: float, share: bool) -> str:
     """`interval_text(0.54, 1.2, False)` is "0.54 to 1.2"."""
     return f"{score_text(low, share)} to {score_text(high, share)}"
+
+
+def failure_text(request: Mapping[str, Any]) -> str:
+    """How answers that could not be scored count, by the request of their evaluation: as 0, or as the lowest reward."""
+    return f"could not be scored and count as {request.get('failed_as', 0):g}"

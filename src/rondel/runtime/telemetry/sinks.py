@@ -13,6 +13,7 @@ import inspect
 import math
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,14 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         path = Path(folder) / "tensorboard"
-        resumed = path.is_dir() and any(path.iterdir())
+        older = sorted(path.glob("events.*"))
         self._writer = EventFileWriter(str(path))
-        if resumed:
+        if older and max(path.glob("events.*")) == older[-1]:  # a viewer reads them by name: second, process, count
+            self._writer.close()
+            next(file for file in path.glob("events.*") if file not in older).unlink()
+            time.sleep(1.0 - time.time() % 1.0)
+            self._writer = EventFileWriter(str(path))
+        if older:
             self._write_event(after + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -115,11 +121,30 @@ SINKS: dict[str, Any] = {
 TRACES = "opentelemetry"  # it reads events instead of rows: see otel.py
 
 
-def open_sinks(sinks: Iterable[str | dict[str, Any]], folder: str | Path, after: int = -1) -> list[Sink]:
+def open_sinks(sinks: Iterable[str | dict[str, Any]], folder: str | Path, after: int = -1) -> list[RunSink]:
     """The sinks of `run.sinks`, without the one of the traces; the user's own is "module:name" and is made in the same
     way, with the settings of its table.
     """
-    return [_open_sink(kind, settings, folder, after) for kind, settings in sink_tables(sinks)]
+    return [RunSink(kind, settings, folder, after) for kind, settings in sink_tables(sinks)]
+
+
+class RunSink:
+    """One sink of a run, opened anew where the run goes back to a checkpoint: what it repeats is not told twice."""
+
+    def __init__(self, kind: str, settings: dict[str, Any], folder: str | Path, after: int) -> None:
+        self.name = f"the sink '{kind}'"
+        self._open = partial(_open_sink, kind, settings, folder)
+        self.sink = self._open(after)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self.sink.write(step, metrics)
+
+    def go_back(self, after: int) -> None:
+        self.sink.close()
+        self.sink = self._open(after)
+
+    def close(self) -> None:
+        self.sink.close()
 
 
 def sink_tables(sinks: Iterable[str | dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

@@ -28,10 +28,14 @@ FARTHEST = (1 << 16) - 2  # position whose number plus one fits 16 bits
 
 
 class RequestValidator:
-    """Checks of a request against the model, its cache and its draft model."""
+    """Checks of a request against the model, its cache and its draft model.
+
+    leaving  adapters that are being removed: who asks for them would be in a step without them
+    """
 
     def __init__(self, loaded: LoadedModel, runner: ModelRunner) -> None:
         self.loaded, self.runner = loaded, runner
+        self.leaving = set[str]()
 
     def check_generation(self, request: Request) -> None:
         prompt, new = len(request.tokens), request.sampling.max_tokens
@@ -81,17 +85,24 @@ class RequestValidator:
                     "images beside a draft model, which reads text alone: set engine.speculative.kind to 'ngram' or "
                     "'off'"
                 )
-        if request.adapter and (self.loaded.bank is None or request.adapter not in self.loaded.bank.served):
-            served = [] if self.loaded.bank is None else sorted(self.loaded.bank.served)
-            raise UserError(
-                f"the engine serves no adapter '{request.adapter}'; it serves "
-                f"{', '.join(served) if served else 'the model alone'}"
-            )
+        self.check_adapter(request)
         if "experts" in request.wants and not self.runner.records:
             why = "it was made without routes=True" if self.loaded.routers else "this model is dense"
             raise UserError(f"the engine records no routed experts: {why}")
         if wanted := request.wants - {"experts"}:
             open_channels(wanted, vocab)
+
+    def check_adapter(self, request: Request) -> None:
+        if request.adapter:
+            self.check_served(request.adapter)
+
+    def check_served(self, adapter: str) -> None:
+        served = [] if self.loaded.bank is None else sorted(self.loaded.bank.served.keys() - self.leaving)
+        if adapter not in served:
+            raise UserError(
+                f"the engine serves no adapter '{adapter}'; it serves "
+                f"{', '.join(served) if served else 'the model alone'}"
+            )
 
 
 class SequenceLog:

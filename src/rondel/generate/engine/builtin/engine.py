@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import EngineError
@@ -160,8 +161,10 @@ class BuiltinEngine:
             gaze=RequestImages.from_request(request, self.loaded.sight, self.runner.eyes.encoder)
             if request.media
             else None,
+            adapter=self.loaded.bank.cache_name(request.adapter) if self.loaded.bank is not None else "",
         )
         await self._prepare_sampling(live)
+        self.validator.check_adapter(request)  # it may have been removed while a grammar was compiled
         if reason := self._sequence_log.restore_tokens(live):
             return await self._with_text(self.answers.build_completion(live, reason))
         self.scheduler.waiting.append(live)
@@ -247,7 +250,7 @@ class BuiltinEngine:
             memory={"kv_cache": self.runner.cache_bytes, **self._own_weight_bytes()},
         )
 
-    async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:
+    async def pause(self, how: Interrupt = "hold", lease: float = inf) -> None:
         """hold: park requests between two steps, caches kept. drain: let the begun ones
         end. abort: return what is written.
 
@@ -275,6 +278,17 @@ class BuiltinEngine:
     async def abort(self, which: Callable[[Request], bool]) -> int:
         """Requests of which this is true return what they have written, between two steps. -> how many there are."""
         return self.serving.abort_requests(which)
+
+    async def remove_adapter(self, name: str) -> None:
+        """Requests of it are refused from now on, and its answers that are being written end here; then it is gone."""
+        self.validator.check_served(name)
+        self.validator.leaving.add(name)
+        try:
+            await self.abort(lambda request: request.adapter == name)
+            assert self.loaded.bank is not None
+            await self.serving.run(self.loaded.bank.remove, name)
+        finally:
+            self.validator.leaving.discard(name)
 
     async def flush_cache(self) -> int:
         """Forget every cached prefix; parked requests keep their tokens and compute their

@@ -105,10 +105,11 @@ class EngineFollower:
         if not own["tensors"]:
             return
         tokens, positions, *rest = tensors[first : first + own["tensors"]]
-        seen = None
-        if self.half:
-            numbers, receive = tensors[first + own["tensors"] :], partial(self.compute.receive, source=0)
-            seen, _ = receive_features(facts["seen"], numbers, receive, self.device)
+        numbers = tensors[sum(part["tensors"] for part in facts["parts"]) :]
+        if self.half and facts["seen"][0]:
+            _, _, *numbers = numbers  # rows and pictures of the other half
+        receive = partial(self.compute.receive, source=0)
+        seen, _ = receive_features(facts["seen"][self.half], numbers, receive, self.device)
         tape = _new_tape(self.loaded, facts["records"])
         layout = rebuild_layout(own["layout"], rest, self.keys, self.values)
         if own["runs"]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rondel.core.protocols import Tags
-from rondel.models import linear
 from rondel.models.host import HostMemory
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class MemoryRelease:
         if "cuda_graph" in tags and self.compiled is not None:
             self.compiled.forget_graphs()
         if "weights" in tags:
-            for stack in linear.packed_linears(self.loaded.model):
+            for stack in self.loaded.packed_copies:
                 stack.drop_packed()
             if self.moves:
                 self.host.put(self.tensors)
@@ -51,5 +50,5 @@ class MemoryRelease:
     @property
     def memory_bytes(self) -> dict[str, int]:
         """On the device, where the engine owns the weights; of a shared module the trainer tells."""
-        packed = sum(stack.packed_bytes for stack in linear.packed_linears(self.loaded.model))
+        packed = sum(stack.packed_bytes for stack in self.loaded.packed_copies)
         return {"weights": self.host.resident_bytes(self.tensors, set()), "packed": packed}

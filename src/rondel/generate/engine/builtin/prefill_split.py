@@ -4,8 +4,8 @@
     answers   ranks 0 ... n-1    one token of every decoding request    │  read in place       │     and everything else
 A step takes as long as the longer of its two parts, where one half computes both in turn. The ranks of each half share
 every matrix (n = 1: each has the whole model), and rank n + i has the key heads of rank i, so that keys and values are
-handed over by being written, and so are recurrent states. Pictures are looked at by the first rank of all, and the
-half that computes prompts is told what it saw. Both halves compute what is scored, such as the probe of an update: they must agree.
+handed over by being written, and so are recurrent states. Pictures are looked at by the first rank of all, and who
+computes tokens of theirs is told what it saw. Both halves compute what is scored, such as the probe of an update: they must agree.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -70,10 +71,10 @@ class PrefillLead(LeadRank):
         answers: PagedLayout | None,
         prompts: PagedLayout | None,
         width: int | None,
-        seen: VisionFeatures | None,
+        seen: tuple[VisionFeatures | None, VisionFeatures | None],
     ) -> int:
-        """Announce one step: to one half its prompts, which come first, and what they read of pictures, to the other the
-        rest. `width`: of a tape. -> its number.
+        """Announce one step: to one half its prompts, which come first, to the other the rest, and to each what its
+        tokens read of pictures: `seen`, of the rest and of the prompts. `width`: of a tape. -> its number.
         """
         c, parts, sent = 0 if prompts is None else len(prompts.write), list[dict[str, Any]](), list[Tensor]()
         for layout, own in ((answers, slice(c, None)), (prompts, slice(c))):
@@ -84,11 +85,11 @@ class PrefillLead(LeadRank):
             sent += mine
         copies = [*self._copies]
         self._copies.clear()
-        widths, numbers = describe_features(seen)
+        widths, numbers = zip(*map(describe_features, seen))
         told = {"parts": parts, "records": width, "copies": copies, "seen": widths}
-        number = self.announce_pass("halves", *sent, *numbers, **told)
-        for rank in range(self.half, self.size):
-            send_features(seen, partial(self.compute.send, to=rank))
+        number = self.announce_pass("halves", *sent, *chain(*numbers), **told)
+        for rank in range(1, self.size):
+            send_features(seen[rank // self.half], partial(self.compute.send, to=rank))
         return number
 
     def wait_for_prefill(self, tape: RoutingTape | None) -> Tensor | None:
@@ -149,10 +150,12 @@ class SplitModel(LeadsRanks, LoadedModel):
                 hidden = LoadedModel.hidden_states(self, tokens, positions, layout, None, seen)
             else:
                 prompts, rest = split_layout(layout, c)
-                number = lead.start_halves(tokens, positions, rest, prompts, width, seen)
+                # a prompt of which one token is left is a single one, which may be the last one of a picture
+                late, early = (None, None) if seen is None else (seen.slice_rows(c, len(tokens)), seen.slice_rows(0, c))
+                number = lead.start_halves(tokens, positions, rest, prompts, width, (late, early))
                 if rest is not None:
                     own = None if tape is None else tape.repeated()
-                    hidden[c:] = LoadedModel.hidden_states(self, tokens[c:], positions[..., c:], rest, own)
+                    hidden[c:] = LoadedModel.hidden_states(self, tokens[c:], positions[..., c:], rest, own, late)
                     routes = [] if own is None else [own.recorded_routes]
             theirs = lead.wait_for_prefill(tape) if c else None
             if tape is not None:

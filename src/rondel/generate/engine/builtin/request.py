@@ -67,6 +67,7 @@ class SequenceState:
     heard: Heard | None = None
     stints: list[Stint] = field(default_factory=list)
     gaze: RequestImages | None = None  # of what it sees
+    adapter: str = ""  # by which the prefix cache knows its adapter
     line: int = 0  # which of the request's lines it makes for
     arrived: float = field(default_factory=time.perf_counter)
     first: float = 0.0
@@ -79,6 +80,10 @@ class SequenceState:
     def cache_keys(self) -> list[int]:
         """What its tokens are known by in the prefix cache."""
         return self.tokens if self.gaze is None else self.gaze.keys + self.tokens[self.prompt :]
+
+    def cache_root(self, version: int) -> Root:
+        """Under which its tokens are cached."""
+        return version, self.adapter, self.request.namespace
 
     def chunk_size(self, first: int, n: int) -> int:
         """How many tokens a chunk of n from `first` takes, so that it cuts no image that must be computed whole."""

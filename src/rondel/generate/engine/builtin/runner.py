@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rondel.algos.tokens import select_logprobs
+from rondel.core.errors import EngineError
 from rondel.generate.engine.builtin.channels import TokenChannels, note_behavior, note_raw
 from rondel.generate.engine.builtin.logits_processors import process_logits
 from rondel.generate.engine.builtin.pages import PageAllocator
@@ -68,7 +69,25 @@ class StepOutput:
 
     def read(self) -> list[tuple[SequenceState, int, float]]:
         """-> (request, token, logprob) in the order of the tokens; the host waits for the step here."""
-        return list(_accepted_rows(self.lives, *read_draws(self.drawn.wait())))
+        return list(_accepted_rows(self.lives, *read_draws(set_adapters_apart(self.lives, self.drawn.wait())[0])))
+
+
+def set_adapters_apart(lives: list[SequenceState], drawn: Tensor) -> tuple[Tensor, list[int]]:
+    """[3, R] of `draw_tokens`, on the host -> the same, and the rows in which an adapter has overflowed: they are zeros,
+    and their requests have a fault. It is the adapter's alone: the base and its other adapters go on.
+    """
+    rows: list[int] = []
+    if bool((broken := drawn[2].isnan()).any()):
+        at = 0
+        for live in lives:
+            own = range(at, at := at + 1 + len(live.guess))
+            if live.request.adapter and bool(broken[own].any()):
+                live.fault = EngineError(
+                    f"the logits with adapter '{live.request.adapter}' are not finite: its weights or activations have "
+                    "overflowed; go back to an earlier state of it, and lower its learning rate"
+                )
+                rows += own
+    return (drawn.index_fill(1, torch.tensor(rows), 0.0), rows) if rows else (drawn, rows)
 
 
 def _accepted_rows(
@@ -149,6 +168,9 @@ class ModelRunner:
             rows = upload([first + i for live, first in part for i in range(1 + len(live.guess))], self.device)
             lives = [live for live, _ in part]
             drawn.append(self._draw_rows(lives, self._logits(hidden, rows), unread=int(after is not None)))
+        for live, _ in last:
+            if live.channels is not None:
+                self._note_prompt(live, live.channels)
         whole = drawn[0] if len(drawn) == 1 else torch.cat(drawn, 1) if drawn else torch.empty(3, 0)
         return StepOutput([live for live, _ in last], whole, HostCopy(whole), routes)
 
@@ -179,12 +201,14 @@ class ModelRunner:
         weighed = sorted({*weighed, *(row for row, *_ in noted)})
         drawn, p = draw_from(logits, samplings, noise, weighed)
         if self.draft is not None:
+            drawn, apart = set_adapters_apart(lives, drawn.cpu())
+            p[apart] = 1.0  # nobody reads what is verified there
             verified = self.draft.verify_drafts(lives, p, *read_draws(drawn))
-            drawn[:2] = upload(verified, self.device, torch.float64)
+            drawn = torch.cat([upload(verified, self.device, torch.float64), drawn[2:].to(self.device)])
         if plain:
             drawn[1, at] = _as_trained(exact, [samplings[row].temperature or 1.0 for row in plain], drawn[0, at].long())
         if raw is not None:
-            tokens, _ = read_draws(drawn)
+            tokens = drawn[0].long().tolist()
             note_raw(raw, [tokens[row] for row, _ in heard], [channels for _, channels in heard])
         for row, live, channels in noted:
             self._note_rest(live, channels, p[weighed.index(row)])
@@ -201,6 +225,9 @@ class ModelRunner:
             )
             channels.support.append(p.nonzero()[:, 0].tolist() if cut else None)
         note_behavior(p, channels, live.request.key, live.noise_counter)
+
+    def _note_prompt(self, live: SequenceState, channels: TokenChannels) -> None:
+        """A pass over its prompt, once. It comes after all logits of the step: those are of the last pass."""
         if channels.prompt_logprobs == [] or channels.prompt_top_logprobs == []:
             scored, top = self._score_tokens(
                 live.tokens[: live.prompt], live.gaze, channels.prompt_k, live.request.adapter

@@ -87,7 +87,7 @@ class Scheduler:
         for live in self._waiting_order(version, budget):
             if not budget or len(self.running) >= self.limit:
                 break
-            root = (version, live.request.adapter, live.request.namespace)
+            root = live.cache_root(version)
             if not (fresh or live.written) or live.stands_still(version):
                 continue
             ahead_of_it = [other for other in leaders if other.root == root]
@@ -124,7 +124,7 @@ class Scheduler:
             if live.written or live.request.lines is not None or live.overtaken >= OVERTAKEN:
                 return True, inf
             keys = live.cache_keys[: live.computable_tokens - 1]
-            root = (version, live.request.adapter, live.request.namespace)
+            root = live.cache_root(version)
             n = max(self.caches.prefix_lengths(root, keys))
             return n >= CACHED * len(keys), n
 

@@ -91,6 +91,7 @@ class ServingLoop(StepTask):
         tokens = 0
         try:
             await self._wait_for_arrivals()
+            self._let_go()
             while self._may_step or self._has_begun_ahead:
                 if (drawn := await self._run_step()) is None:
                     break

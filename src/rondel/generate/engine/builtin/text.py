@@ -55,9 +55,7 @@ def open_reader(tokenizer: Any, stops: tuple[str, ...], drawn: list[int]) -> Inc
 def split_stops(tokenizer: Any, stop: tuple[int | str, ...]) -> tuple[frozenset[int], tuple[str, ...]]:
     """-> (ids, strings). A special token never appears in the text, so its name is taken as its id."""
     ids, strings = {s for s in stop if isinstance(s, int)}, [s for s in stop if isinstance(s, str)]
-    special = (
-        {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special} if strings else {}
-    )
+    special = special_ids(tokenizer) if strings else {}
     for s in strings:
         inside = [name for name in special if name in s and name != s]
         if inside and s not in special:
@@ -66,3 +64,8 @@ def split_stops(tokenizer: Any, stop: tuple[int | str, ...]) -> tuple[frozenset[
                 f"token alone"
             )
     return frozenset(ids | {special[s] for s in strings if s in special}), tuple(s for s in strings if s not in special)
+
+
+def special_ids(tokenizer: Any) -> dict[str, int]:
+    """{name: id} of the tokens that never appear in the text."""
+    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

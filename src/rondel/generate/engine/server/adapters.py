@@ -41,8 +41,7 @@ async def unload_adapter(service: GenerationService, request: Request) -> dict[s
     f.refuse_unknown_fields()
     if name not in bank.served:
         raise RequestRefusal(404, f"no adapter '{name}' is served; there are {', '.join(service.adapters) or 'none'}")
-    await service.engine.abort(lambda asked: asked.adapter == name)
-    await service.run(bank.remove, name)
+    await service.engine.remove_adapter(name)
     return success_reply(f"'{name}' is gone", loaded_adapters=service.adapters)
 
 

@@ -71,15 +71,14 @@ class ServedFields(ChatFields):
         self.names = [tool["function"]["name"] for tool in tools or []]
         asked = super().read_chat_request(said, tools, limit=limit, stop=stop)
         asked.draw, asked.seed, asked.adapter = draw, secrets.randbits(63), self.adapter
-        asked.required, asked.parallel = self.required, self.parallel
+        asked.required = self.required
         return asked
 
     def read_tool_choice(self) -> bool:
         """Also which functions one must be called of, and whether several may be."""
         choice = self.read_field("tool_choice", (str, dict), "auto")
         kind = choice.get("type") if isinstance(choice, dict) else choice
-        one = isinstance(choice, dict) and bool(choice.get("disable_parallel_tool_use"))
-        self.parallel = self.read_field("parallel_tool_calls", bool, True) and not one
+        self.parallel = self.read_parallel(choice)
         self.required: list[str] = []
         match kind:
             case "any" | "required" if self.names:

@@ -11,8 +11,10 @@ from rondel.generate.engine.server.fields import RequestFields, shorten_json
 from rondel.generate.pictures import parse_image_part
 from rondel.system.http.response import RequestRefusal
 
-TEMPLATE_OWN = frozenset(
+TEMPLATE_OWN = frozenset(  # a template of the client's own would be code that runs here, and as long as it likes
     {"tools", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"}
+    | {"chat_template", "conversation", "messages", "tokenizer_kwargs", "return_assistant_tokens_mask"}
+    | {"padding", "truncation", "max_length"}
 )
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

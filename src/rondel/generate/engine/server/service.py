@@ -263,7 +263,7 @@ class GenerationService(EngineService):
         tools = self.special.cover_control_tokens(asked.tools.functions if asked.tools else [])
         if tools and self.call_format.told:
             messages, tools = describe_tools(messages, tools, speaker=self.template.speaker), []
-        how = dict(asked.template)
+        how = dict(self.special.cover_control_tokens(asked.template))
         if tools:
             how["tools"] = tools
         how["continue_final_message" if asked.goes_on else "add_generation_prompt"] = True

@@ -3,6 +3,7 @@
 POST /draw  {"prompt": "ring", "n": 4, "steps": 10, "temperature": 0, "seed": 0} -> {"points": [[...], ...], ...}
 POST /act   {"observation": [...], "temperature": 0, "seed": 0}                  -> {"action": ..., ...}
             and "instruction": "catch the ball" where the observation is a picture
+Both take "system" beside a text: task.system of the run.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ class StepService(EngineService):
         self.kind = engine.head.kind
         self.tokenizer = copy.deepcopy(engine.loaded.tokenizer)  # the engine has its own
 
-    def prompt_tokens(self, text: str) -> list[int]:
-        """As a rollout gives it: a message of the user, by the model's template."""
-        special = special_tokens(self.tokenizer)
-        messages = special.cover_messages([{"role": "user", "content": text}])
+    def prompt_tokens(self, text: str, system: str | None) -> list[int]:
+        """As a rollout gives it: a message of the user, behind that of the system where there is one, by the model's
+        template."""
+        special, above = (
+            special_tokens(self.tokenizer),
+            [] if system is None else [{"role": "system", "content": system}],
+        )
+        messages = special.cover_messages([*above, {"role": "user", "content": text}])
         return special.encode(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
     async def draw_all(self, request: HttpRequest, asked: list[Request]) -> list[Completion]:
@@ -61,9 +66,12 @@ async def draw_points(service: StepService, request: HttpRequest) -> dict[str, A
             "say how many denoising steps: steps = engine.sampling.max_tokens of the run, as a rule",
             param="steps",
         )
+    system = f.read_string("system")
     sampling, seed, rid = _read_draw(f, max_tokens=steps)
     asked = [
-        _to_request(service.prompt_tokens(prompt), sampling, sample_key(seed, i, j), rid, service.limits.deadline)
+        _to_request(
+            service.prompt_tokens(prompt, system), sampling, sample_key(seed, i, j), rid, service.limits.deadline
+        )
         for i, prompt in enumerate(prompts)
         for j in range(n)
     ]
@@ -76,7 +84,8 @@ async def draw_points(service: StepService, request: HttpRequest) -> dict[str, A
 async def act(service: StepService, request: HttpRequest) -> dict[str, Any]:
     """An action for each observation: the number of one that is counted, its numbers, or a chunk of several [H, A]."""
     f = await fields_of(service, request)  # type: ignore[arg-type]
-    seen, many = _read_observations(f, service.engine.head.observed, service.limits.samples)
+    head, pictured = service.engine.head, hasattr(service.engine.loaded.model.config, "frame")
+    seen, many = _read_observations(f, head.observed, service.limits.samples, pictured=pictured)
     given = _read_instruction(service, f)
     sampling, seed, rid = _read_draw(f, max_tokens=1)
     asked = []
@@ -126,7 +135,7 @@ def _read_instruction(service: StepService, f: RequestFields) -> list[int]:
         return [0]
     if not (text := f.read_string("instruction")):
         raise f.field_error("instruction", "it must say what the policy is to do, as task.env.instruction of the run")
-    return service.prompt_tokens(text)
+    return service.prompt_tokens(text, f.read_string("system"))
 
 
 def _read_prompts(f: RequestFields, most: int) -> tuple[list[str], bool]:
@@ -137,8 +146,8 @@ def _read_prompts(f: RequestFields, most: int) -> tuple[list[str], bool]:
     return rows, isinstance(given, list)
 
 
-def _read_observations(f: RequestFields, observed: int, most: int) -> tuple[list[np.ndarray], bool]:
-    """[O] each"""
+def _read_observations(f: RequestFields, observed: int, most: int, *, pictured: bool) -> tuple[list[np.ndarray], bool]:
+    """[O] each; `pictured`: of pixels."""
     given = f.read_field("observation")
     many = isinstance(given, list) and bool(given) and isinstance(given[0], list)
     rows = given if many else [given]
@@ -150,4 +159,6 @@ def _read_observations(f: RequestFields, observed: int, most: int) -> tuple[list
     )
     if not right:
         raise f.field_error("observation", f"it must be a list of {observed} numbers, or at most {most} such lists")
+    if pictured and not all(0 <= x <= 255 and x == int(x) for row in rows for x in row):  # shares of 1 would be black
+        raise f.field_error("observation", "a picture has whole numbers from 0 to 255, as a world renders it")
     return [np.array(row, np.float32) for row in rows], many

@@ -36,7 +36,7 @@ class CallReader:
         if a.completion is None or a.completion.finish_reason != "stop":
             return a.text, []
         raw = self.tokenizer.decode(a.tokens, skip_special_tokens=False)
-        calls = read_calls(self.form, raw)
+        calls = read_calls(self.form, raw, self.tools.functions)
         if not calls or any(call.fault for call in calls):
             return a.text, []
         return text_before_calls(self.form, raw), calls if self.tools.parallel else calls[:1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from math import inf
 from typing import Generic, TypeVar
 
 from rondel.core.errors import EngineError
@@ -37,7 +38,7 @@ class StepwiseControl(StepTask, Generic[A]):
         version = self.lifecycle.version
         return any(own.request.lines is not None and not own.stands_still(version) for own in self.answers)
 
-    async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:
+    async def pause(self, how: Interrupt = "hold", lease: float = inf) -> None:
         """hold: park requests between two steps. drain: let the begun ones end. abort: return what is drawn.
 
         Those of a replayed run are first brought to their lines.

@@ -12,6 +12,7 @@ from rondel.generate.chat_apis.chat_request import ChatReply, ChatRequest
 from rondel.generate.chat_apis.fields import ChatFields, read_functions
 from rondel.generate.chat_apis.messages import ROLES, Messages, content_of, read_tool_calls, text_of
 from rondel.system.http.response import RequestRefusal, sse_event
+from rondel.text.tokenization import HALF
 
 if TYPE_CHECKING:
     from rondel.generate.envs.gateway.session import GatewaySession
@@ -62,13 +63,13 @@ async def create_chat_completion(session: GatewaySession, f: ChatFields) -> dict
                 for id, name, given in reply.calls
             ]
         content = [
-            {"token": t, "logprob": lp, "bytes": list(t.encode()), "top_logprobs": []}
+            {"token": t, "logprob": lp, "bytes": None if HALF in t else list(t.encode()), "top_logprobs": []}
             for t, lp in token_logprobs(session, reply)
         ]
         finish = "tool_calls" if reply.calls else "length" if reply.is_truncated else "stop"
         told = {"content": content, "refusal": None} if logprobs else None
         choices.append({"index": i, "message": message, "logprobs": told, "finish_reason": finish})
-    return {**_response_header("chatcmpl", "chat.completion", f), "choices": choices, "usage": token_usage(replies)}
+    return {**_response_header("chatcmpl", "chat.completion", f), "choices": choices, "usage": token_usage([replies])}
 
 
 def chat_chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[bytes]:
@@ -106,11 +107,13 @@ async def create_completion(session: GatewaySession, f: ChatFields) -> dict[str,
             isinstance(one, list) and all(type(t) is int and 0 <= t < size for t in one)
         ):
             raise RequestRefusal(400, f"prompt must be a text, a list of token ids below {size}, or a list of either")
+    if not all(prompts):
+        raise RequestRefusal(400, "there is nothing to answer: one of the prompts is empty")
     logprobs = f.read_field("logprobs", int)
     asked = f.read_chat_request(prompts and prompts[0], limit=("max_tokens",))
-    families = [
-        await session.generate_replies(ChatRequest(one, [], asked.max_tokens, asked.stop, asked.n)) for one in prompts
-    ]
+    families = await session.generate_families(
+        [ChatRequest(one, [], asked.max_tokens, asked.stop, asked.n) for one in prompts]
+    )
     replies = [reply for family in families for reply in family]
     choices = []
     for i, reply in enumerate(replies):
@@ -129,7 +132,7 @@ async def create_completion(session: GatewaySession, f: ChatFields) -> dict[str,
                 "finish_reason": "length" if reply.is_truncated else "stop",
             }
         )
-    return {**_response_header("cmpl", "text_completion", f), "choices": choices, "usage": token_usage(replies)}
+    return {**_response_header("cmpl", "text_completion", f), "choices": choices, "usage": token_usage(families)}
 
 
 def completion_chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[bytes]:
@@ -157,10 +160,11 @@ def token_logprobs(session: GatewaySession, reply: ChatReply) -> list[tuple[str,
     return [(session.chat.tokenizer.decode([t]), lp) for t, lp in zip(reply.done.tokens, reply.done.logprobs)]
 
 
-def token_usage(replies: list[ChatReply]) -> dict[str, Any]:
-    """A prompt counts once however many answers it gets."""
-    prompt, written = replies[0].prompt, sum(len(reply.done.tokens) for reply in replies)
-    cached = min(reply.done.cached_tokens for reply in replies)
+def token_usage(families: list[list[ChatReply]]) -> dict[str, Any]:
+    """Each prompt counts once however many answers it gets."""
+    prompt = sum(replies[0].prompt for replies in families)
+    written = sum(len(reply.done.tokens) for replies in families for reply in replies)
+    cached = sum(min(reply.done.cached_tokens for reply in replies) for replies in families)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,

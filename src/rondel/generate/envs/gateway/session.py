@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from rondel.core.errors import EnvError
@@ -54,18 +55,27 @@ class GatewaySession:
         return task
 
     async def generate_replies(self, asked: ChatRequest) -> list[ChatReply]:
-        """One, or n branches from the same place. If one of them fails, none is kept waiting."""
-        tasks = [self.start_task(self._generate_reply(asked)) for _ in range(asked.n)]
+        """One, or n branches from the same place."""
+        (replies,) = await self.generate_families([asked])
+        return replies
+
+    async def generate_families(self, asked: list[ChatRequest]) -> list[list[ChatReply]]:
+        """The replies to each. If one of them fails, or the agent leaves, none is kept waiting, and none is kept: what
+        nobody has read is no part of the episode.
+        """
+        together = asyncio.Barrier(sum(one.n for one in asked))
+        tasks = [self.start_task(self._generate_reply(one, together)) for one in asked for _ in range(one.n)]
         try:
-            return list(await asyncio.gather(*tasks))
+            replies = iter(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+        return [list(islice(replies, one.n)) for one in asked]
 
     async def count_tokens(self, messages: Messages, tools: list[dict[str, Any]]) -> int:
         """Tokens of a conversation that begins with these."""
-        messages, sight = canonical_messages(messages), self.chat.sight
+        messages, sight = self.chat.whole_opening(canonical_messages(messages)), self.chat.sight
         with _encoding_errors():
             if sight is not None and sight.tiles is not None:  # the text says how they are cut
                 messages = await load_message_images(messages, sight, self.chat.max_context)
@@ -84,12 +94,13 @@ class GatewaySession:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
 
-    async def _generate_reply(self, asked: ChatRequest) -> ChatReply:
+    async def _generate_reply(self, asked: ChatRequest, together: asyncio.Barrier) -> ChatReply:
         messages, said = _messages_and_keys(asked.said)
         branch = self.forest.open_branch(said, asked.tools, lambda found: self._drifts(found, messages))
         branch.busy = True
         try:
             reply = await self._answer_turn(branch.chat, branch.turns, messages, said, asked)
+            await together.wait()
         except BaseException as error:
             full = isinstance(error, TooLong)
             self.full = self.full or full
@@ -171,7 +182,7 @@ class GatewaySession:
         raw = await decode_answer(tokenizer, done.tokens, skip_special_tokens=False)
         text = text_before_calls(chat.template.call_format, raw).strip()
         named = []
-        for call in calls:
+        for call in calls if asked.parallel else calls[:1]:
             self._called += 1
             named.append((f"call_{self._called:06d}", call.name, call.arguments))
         return ChatReply(text, named, done, prompt, stopped)

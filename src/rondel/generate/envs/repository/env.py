@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from rondel.core.errors import DataError, EnvError
+from rondel.core.errors import DataError, EnvError, SandboxError
 from rondel.core.protocols import SandboxFactory
 from rondel.core.types import Score, Task, Trajectory
 from rondel.generate.envs.repository.box_agent import agent_variables, run_agent
@@ -79,9 +80,13 @@ class RepositoryEnv:
     async def run(self, task: Task, chat: Any) -> Trajectory | list[Trajectory]:
         own = await self._task_of(task)
         if self._gateway is not None:
-            gateway = copy.copy(self._gateway)  # one port for all episodes
-            gateway.agent = partial(self._run_agent, own, chat)
-            return await gateway.run(task, chat)
+            gateway, left = copy.copy(self._gateway), list[Changes]()  # one port for all episodes
+            gateway.agent = partial(self._run_agent, own, chat, left)
+            found: Trajectory | list[Trajectory] = await gateway.run(task, chat)
+            first = found[0] if isinstance(found, list) else found
+            # also where the agent failed for want of context or budget, which the gateway takes for the policy's doing
+            first.score = await self._score(task, own, left[0] if left else None)
+            return found
         make = partial(open_workspace, own, self.sandbox, seconds=self.seconds, shown=self.shown)
         held = RepositoryTools(own, make, most=self.output)
         tools = Tools([held], turns=self.turns, timeout=self.seconds + LATE, suffix=self.suffix, system=self.system)
@@ -92,8 +97,10 @@ class RepositoryEnv:
             held.close()
         return trajectory
 
-    async def _run_agent(self, own: RepositoryTask, chat: Any, task: Task, url: str, key: str) -> Score:
-        """One episode of the agent's, and what its files are worth."""
+    async def _run_agent(
+        self, own: RepositoryTask, chat: Any, left: list[Changes], task: Task, url: str, key: str
+    ) -> None:
+        """One episode of the agent's. What it changed comes into `left`, where it came to an end."""
         box: Workspace = await asyncio.to_thread(
             open_workspace,
             own,
@@ -105,14 +112,17 @@ class RepositoryEnv:
         try:
             env = agent_variables(own.statement, own.name, box.root, key)
             ran = await run_agent(box, self.agent, env, url, self.agent_seconds)
+            folder = ""
+            if not ran.limit:
+                with suppress(OSError, SandboxError):  # the policy may have filled its disk
+                    changes, folder = await asyncio.to_thread(box.state, known_sums(own.files))
+                    left.append(changes)
             if not ran.ok:
                 said = ran.stderr.decode(errors="replace").strip()[-500:] or "it said nothing"
                 raise EnvError(f"the agent's command {self.agent} ended with {ran.ended}: {said}")
-            changes, folder = await asyncio.to_thread(box.state, known_sums(own.files))
             chat.log_command(["agent", self.agent], exit=ran.exit, folder=folder)
         finally:
             await asyncio.to_thread(box.close)
-        return await self._score(task, own, changes)
 
     async def _task_of(self, task: Task) -> RepositoryTask:
         spec = task.data.get("repository")

@@ -13,6 +13,21 @@ REFUSED = 0.7
 BROKEN, MOSTLY_BROKEN = 0.02, 0.2  # groups that failed, of those that ended
 
 
+def find_silence(story: Story) -> Iterator[Finding]:
+    """Said of a single step, too."""
+    rows = [step.row for step in story.steps if "generate/tokens" in step.row]
+    silent = [row for row in rows if row["generate/tokens"] == row.get("train/tokens", 0) == 0]
+    if silent:
+        yield Finding(
+            "silent",
+            "error" if silent[-1] is rows[-1] else "warning",
+            f"the policy wrote nothing in {len(silent)} of {len(rows)} steps",
+            "A step without a token of the policy trains nothing.",
+            "let the environment ask it: `await chat.reply()`; `rondel check-env RUN.toml` plays an episode",
+            weight=4,
+        )
+
+
 def find_truncation(story: Story) -> Iterator[Finding]:
     cut = story.recent_mean("generate/truncated_fraction")
     if cut is not None and cut > CUT:
@@ -74,4 +89,4 @@ def find_dropped_groups(story: Story) -> Iterator[Finding]:
         )
 
 
-RULES = (find_truncation, failing_reward, failing_environment, find_dropped_groups)
+RULES = (find_silence, find_truncation, failing_reward, failing_environment, find_dropped_groups)

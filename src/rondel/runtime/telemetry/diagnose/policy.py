@@ -135,9 +135,9 @@ def gradient_explosion(story: Story) -> Iterator[Finding]:
         yield Finding(
             "steps_skipped",
             "error" if len(skipped) >= 3 else "warning",
-            f"{len(skipped)} of {len(story.steps)} steps were not taken: "
+            f"{len(skipped)} of {len(story.steps)} steps were refused, whole or in part: "
             f"{', '.join(map(str, skipped[:5]))}{' …' * (len(skipped) > 5)}: {note}",
-            "A finite-check refused the step: something was not a number, and the weights stayed as they were.",
+            "A finite-check refused an update: something was not a number, and what it would have moved stayed as it was.",
             f"`rondel replay RUN --step {skipped[0]}`; a lower trainer.lr, model.dtype = 'float32' to rule rounding "
             f"out",
             weight=2,
