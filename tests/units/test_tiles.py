@@ -24,20 +24,21 @@ DRIVER = """
 void rows_##name(int64_t count, const T *x, int64_t step, const T *panel, int64_t words, float *sums) { \\
     panel_sums<T>(count, x, step, panel, words, sums); \\
 } \\
-void columns_##name(const T *x, const T *panel, int64_t words, float *sums) { \\
-    tile_sums<T, TILE, TILE>(x, JOINED<T>, panel, words, sums); \\
+void columns_##name(const T *x, int64_t from, const T *panel, int64_t words, float *sums) { \\
+    column_sums(x, from, panel, words, sums); \\
 } \\
+void sizes_##name(int64_t tokens, int64_t *sizes) { sizes[0] = TILE<T>, sizes[1] = column_words<T>(tokens); } \\
 void outputs_##name(const T *weight, int64_t in, int64_t count, T *panel) { put_outputs<T>(weight, in, count, panel); } \\
-void tokens_##name(const T *from, int64_t step, int64_t rows, int64_t count, T *panel) { put_rows(from, step, rows, count, panel); } \\
+void tokens_##name(const T *from, int64_t step, int64_t rows, int64_t count, T *panel) { put_columns(from, step, rows, count, panel); } \\
 void tiles_##name(const T *grad, int64_t step, int64_t rows, int64_t width, T *to) { \\
-    put_tiles(grad, step, rows, width, 0, words_of<T>(rows), to); \\
+    put_tiles(grad, step, rows, width, 0, column_words<T>(rows), to); \\
 }
 extern "C" {
 LOOPS(float, float32)
 LOOPS(bf16, bfloat16)
 }
 """
-ARGUMENTS = {"rows": 6, "columns": 4, "outputs": 4, "tokens": 5, "tiles": 5}
+ARGUMENTS = {"rows": 6, "columns": 5, "sizes": 2, "outputs": 4, "tokens": 5, "tiles": 5}
 PROCESSORS = pytest.mark.parametrize("processor", ["haswell", "native"])
 
 
@@ -48,6 +49,7 @@ def compiled(tmp_path_factory):
         pytest.skip("needs a C++ compiler and an x86 processor with AVX2")
     (folder / "driver.cpp").write_text(DRIVER)
     found = {}
+    native_library.native_library()  # asks for AMX's registers
     for processor in ("haswell", "native"):
         options = [f"-march={processor}" if one.startswith("-march") else one for one in native_library.OPTIONS]
         file = folder / f"{processor}.so"
@@ -111,15 +113,49 @@ def test_the_second_number_of_a_word_comes_first(compiled):
     assert (sums_of(compiled["haswell"], x, panel.t().repeat(1, WIDTH)) == 1 + 2 * small).all()
 
 
+def sizes_of(library, tokens, dtype):
+    """Outputs of a tile, and words of its columns."""
+    sizes = torch.zeros(2, dtype=torch.int64)
+    call(library, "sizes", dtype, tokens, sizes)
+    return sizes.tolist()
+
+
+def tiles_of(library, grad):
+    """[tokens, width] -> [tiles, numbers of each]."""
+    outputs, words = sizes_of(library, len(grad), grad.dtype)
+    out = torch.full((-(-grad.shape[1] // outputs), outputs * words * joined(grad.dtype)), float("nan"), dtype=grad.dtype)
+    call(library, "tiles", grad.dtype, grad, grad.stride(0), len(grad), grad.shape[1], out)
+    return out
+
+
+def panel_of(library, x):
+    """[tokens, at most WIDTH] -> [words of a column, WIDTH, numbers of a word]."""
+    words = sizes_of(library, len(x), x.dtype)[1]
+    panel = torch.full((words, WIDTH, joined(x.dtype)), float("nan"), dtype=x.dtype)
+    call(library, "tokens", x.dtype, x, x.stride(0), len(x), x.shape[1], panel)
+    return panel
+
+
 @PROCESSORS
 @DTYPES
-@pytest.mark.parametrize("words", [1, 64, 300])
-def test_sums_of_columns(words, dtype, processor, compiled):
-    """Twelve outputs of a weight's gradient, whose numbers lie beside each other: tokens as `put_tiles` lays them."""
-    tokens, out = words * joined(dtype), torch.empty(12, WIDTH)
-    grad, panel = numbers(tokens, 12, dtype=dtype), numbers(tokens, WIDTH, dtype=dtype, seed=1)
-    call(compiled[processor], "columns", dtype, in_words(grad), in_words(panel), words, out)
-    torch.testing.assert_close(out.double(), grad.double().t() @ panel.double(), rtol=1e-5, atol=1e-6 * tokens)
+@pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 129, 600])
+def test_sums_of_columns(tokens, dtype, processor, compiled):
+    """Outputs of a weight's gradient, over tokens; a later part of them alone has the bits that it has in the whole."""
+    library = compiled[processor]
+    grad, x = numbers(tokens, 50, dtype=dtype), numbers(tokens, WIDTH, dtype=dtype, seed=1)
+    (outputs, words), panel = sizes_of(library, tokens, dtype), panel_of(library, x)
+    for tile, own in enumerate(tiles_of(library, grad)):
+        out, rest = torch.full((2, outputs, WIDTH), float("nan"))
+        call(library, "columns", dtype, own, 0, panel, words, out)
+        part = grad[:, tile * outputs : (tile + 1) * outputs]
+        wanted = torch.zeros(outputs, WIDTH, dtype=torch.float64)
+        wanted[: part.shape[1]] = part.double().t() @ x.double()
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-6 * tokens)
+        if words > 64:
+            call(library, "columns", dtype, own, 64, panel, words - 64, rest)
+            behind = torch.cat([torch.zeros_like(x[: 64 * joined(dtype)]), x[64 * joined(dtype) :]])
+            call(library, "columns", dtype, own, 0, panel_of(library, behind), words, out)
+            assert torch.equal(rest, out)
 
 
 @PROCESSORS
@@ -143,40 +179,40 @@ def test_outputs_of_a_weight_become_half_of_a_panel(words, count, dtype, process
 @pytest.mark.parametrize("tokens", [1, 2, 7, 12])
 def test_tokens_become_a_panel(tokens, count, dtype, processor, compiled):
     """Of the first 32 numbers of each; behind the last number and the last token there are zeros."""
-    x, words = numbers(tokens, count + 3, dtype=dtype), -(-tokens // joined(dtype))
-    panel = torch.full((words, WIDTH, joined(dtype)), float("nan"), dtype=dtype)
-    call(compiled[processor], "tokens", dtype, x, x.stride(0), tokens, count, panel)
-    wanted = torch.zeros(words * joined(dtype), WIDTH, dtype=dtype)
-    wanted[:tokens, : min(count, WIDTH)] = x[:, : min(count, WIDTH)]
+    x = numbers(tokens, count + 3, dtype=dtype)[:, :count]
+    panel = panel_of(compiled[processor], x)
+    wanted = torch.zeros(len(panel) * joined(dtype), WIDTH, dtype=dtype)
+    wanted[:tokens, : min(count, WIDTH)] = x[:, :WIDTH]
     assert torch.equal(panel, in_words(wanted))
 
 
 @PROCESSORS
 @DTYPES
-@pytest.mark.parametrize("width", [12, 29, 5])
-@pytest.mark.parametrize("tokens", [1, 2, 7, 12])
+@pytest.mark.parametrize("width", [12, 29, 5, 32, 70])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 12, 32])
 def test_gradients_become_tiles(tokens, width, dtype, processor, compiled):
-    """Twelve outputs in each, and zeros behind the last output and the last token."""
-    grad, words, tiles = numbers(tokens, width + 3, dtype=dtype), -(-tokens // joined(dtype)), -(-width // 12)
-    out = torch.full((tiles, words, 12, joined(dtype)), float("nan"), dtype=dtype)
-    call(compiled[processor], "tiles", dtype, grad, grad.stride(0), tokens, width, out)
-    wanted = torch.zeros(words * joined(dtype), tiles * 12, dtype=dtype)
-    wanted[:tokens, :width] = grad[:, :width]
-    assert torch.equal(out, torch.stack([in_words(part) for part in wanted.split(12, 1)]))
+    """Each number is in its place, and zeros behind the last output and the last token: a panel with a 1 in each row
+    reads them."""
+    library = compiled[processor]
+    grad, (outputs, words) = numbers(tokens, width + 3, dtype=dtype)[:, :width], sizes_of(library, tokens, dtype)
+    panel = panel_of(library, torch.eye(WIDTH, dtype=dtype)[:tokens])
+    for part, own in zip(grad.split(outputs, 1), tiles_of(library, grad), strict=True):
+        out, wanted = torch.full((outputs, WIDTH), float("nan")), torch.zeros(outputs, WIDTH)
+        call(library, "columns", dtype, own, 0, panel, words, out)
+        wanted[: part.shape[1], :tokens] = part.t().float()
+        assert torch.equal(out, wanted) and not own.isnan().any()
 
 
 @pytest.mark.parametrize(
-    "bf16_vectors, amx, avx2_alone, expected",
+    "bf16_vectors, avx2_alone, expected",
     [
-        (True, False, False, {torch.float32, torch.bfloat16}),
-        (True, True, False, set()),  # oneDNN's tiles are faster
-        (False, False, True, {torch.float32, torch.bfloat16}),
-        (False, False, False, set()),
+        (True, False, {torch.float32, torch.bfloat16}),
+        (False, True, {torch.float32, torch.bfloat16}),
+        (False, False, set()),
     ],
 )
-def test_which_processors_have_them(bf16_vectors, amx, avx2_alone, expected, monkeypatch):
+def test_which_processors_have_them(bf16_vectors, avx2_alone, expected, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16_vectors)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr("rondel.models.processor.has_avx2_alone", lambda: avx2_alone)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     assert {d for d in dtypes if multiplies_in_vectors.__wrapped__(d)} == expected

@@ -70,6 +70,11 @@ inline int64_t blocks_of(int64_t rows, int64_t count) {
     return std::max({own, parts_of(rows, MOST_ROWS), shares_of(count, parts_of(rows, LEAST_ROWS))});
 }
 
+// the first row of a block
+template <class T> inline int64_t begin_of(int64_t block, int64_t blocks, int64_t rows) {
+    return std::min(rows, block * parts_of(rows, WHOLE_ROWS<T>) / blocks * WHOLE_ROWS<T>);
+}
+
 struct alignas(64) Taken {  // panels of a block of rows that are computed or under way
     std::atomic<int64_t> count{0};
 };
@@ -95,12 +100,12 @@ inline void multiply(const T *x, int64_t step, int64_t rows, int64_t in, int64_t
     Taken *taken = worker.taken.data() + worker.products++ * worker.blocks;
     T *panel = aligned_room(worker.room, in * WIDTH);
     for (int64_t b = home; b < home + blocks; b++) {
-        int64_t block = b % blocks, begin = block * rows / blocks, end = (block + 1) * rows / blocks;
+        int64_t block = b % blocks, begin = begin_of<T>(block, blocks, rows), end = begin_of<T>(block + 1, blocks, rows);
         for (int64_t from; (from = taken[block].count.fetch_add(AT_ONCE, std::memory_order_relaxed)) < count;)
             for (int64_t p = from; p < std::min(count, from + AT_ONCE); p++) {
-                alignas(64) float sums[TILE * WIDTH];
+                alignas(64) float sums[TILE<T> * WIDTH];
                 put(p, panel);
-                for (int64_t first = begin, left = (end - begin + TILE - 1) / TILE, some; left; left--, first += some) {
+                for (int64_t first = begin, left = tiles_of<T>(end - begin), some; left; left--, first += some) {
                     some = tile_rows<T>(end - first, left);
                     row_sums(some, x + first * step, step, panel, in / JOINED<T>, sums);
                     use(first, some, p, sums);
@@ -109,9 +114,9 @@ inline void multiply(const T *x, int64_t step, int64_t rows, int64_t in, int64_t
     }
 }
 
-// grad [rows, step], of which `width` columns -> [tiles, words, TILE, JOINED], filled up with zeros
+// grad [rows, step], of which `width` columns -> tiles (`put_tiles`)
 template <class T> inline void put_gradient(const T *grad, int64_t step, int64_t rows, int64_t width, T *to) {
-    int64_t words = words_of<T>(rows);
+    int64_t words = column_words<T>(rows);
     constexpr int64_t SOME = 16;  // words: their rows stay near while all tiles take their share
 #pragma omp for schedule(static)
     for (int64_t from = 0; from < words; from += SOME) put_tiles(grad, step, rows, width, from, std::min(words, from + SOME), to);
@@ -122,25 +127,24 @@ template <class T> inline void put_gradient(const T *grad, int64_t step, int64_t
 template <class T>
 inline void add_weight_gradient(const T *grad, const T *x, int64_t step, int64_t rows, int64_t width, int64_t in, float *total,
                                 bool fresh, std::vector<T> &room) {
-    constexpr int64_t J = JOINED<T>;
-    int64_t words = words_of<T>(rows), tiles = tiles_of(width), count = panels_of(in);
+    int64_t words = column_words<T>(rows), tiles = tiles_of<T>(width), count = panels_of(in);
     int64_t chunks = shares_of(count, parts_of(tiles, LEAST_TILES));
-    T *panel = aligned_room(room, words * J * WIDTH);
+    T *panel = aligned_room(room, words * JOINED<T> * WIDTH);
 #pragma omp for schedule(dynamic) nowait
     for (int64_t job = 0; job < chunks * count; job++) {
         int64_t p = job % count, columns = std::min(WIDTH, in - p * WIDTH), chunk = job / count;
-        put_rows(x + p * WIDTH, step, rows, columns, panel);
+        put_columns(x + p * WIDTH, step, rows, columns, panel);
         for (int64_t tile = chunk * tiles / chunks; tile < (chunk + 1) * tiles / chunks; tile++) {
-            alignas(64) float sums[TILE * WIDTH], more[TILE * WIDTH];
-            int64_t outputs = std::min(TILE, width - tile * TILE);
-            float *first = total + tile * TILE * in + p * WIDTH;
+            alignas(64) float sums[TILE<T> * WIDTH], more[TILE<T> * WIDTH];
+            int64_t outputs = std::min(TILE<T>, width - tile * TILE<T>);
+            float *first = total + tile * TILE<T> * in + p * WIDTH;
             for (int64_t r = 0; r < outputs; r++)  // from memory while the sums are taken: their rows are far apart
                 for (int64_t i = 0; i < columns; i += HALF) __builtin_prefetch(first + r * in + i, 1);
-            const T *own = grad + tile * words * J * TILE;
-            tile_sums<T, TILE, TILE>(own, J, panel, std::min(words, CHAIN<T>), sums);
+            const T *own = grad + tile * words * JOINED<T> * TILE<T>;
+            column_sums(own, 0, panel, std::min(words, CHAIN<T>), sums);
             for (int64_t k = CHAIN<T>; k < words; k += CHAIN<T>) {
-                tile_sums<T, TILE, TILE>(own + k * J * TILE, J, panel + k * J * WIDTH, std::min(words - k, CHAIN<T>), more);
-                for (int64_t i = 0; i < TILE * WIDTH; i++) sums[i] += more[i];
+                column_sums(own, k, panel, std::min(words - k, CHAIN<T>), more);
+                for (int64_t i = 0; i < TILE<T> * WIDTH; i++) sums[i] += more[i];
             }
             for (int64_t r = 0; r < outputs; r++) {
                 float *to = first + r * in;
@@ -268,13 +272,13 @@ void weight_gradients(const Half<T> &n, const T *joined, int64_t step, const T *
     for (int64_t i = 0; i < count; at += products[i].width, i++)
         if (products[i].total) {
             put_gradient(joined + at, step, n.rows, products[i].width, to);
-            to += tiles_of(products[i].width) * TILE * words_of<T>(n.rows) * JOINED<T>;
+            to += tile_room<T>(n.rows, products[i].width);
         }
     to = n.tiles;
     for (int64_t i = 0; i < count; i++)
         if (products[i].total) {
             add_weight_gradient(to, x, x_step, n.rows, products[i].width, in, products[i].total, products[i].fresh, room);
-            to += tiles_of(products[i].width) * TILE * words_of<T>(n.rows) * JOINED<T>;
+            to += tile_room<T>(n.rows, products[i].width);
         }
 #pragma omp barrier
 }
@@ -385,6 +389,7 @@ template <class T> void back_backward(const Half<T> &n, const Product<T> *produc
 template <class T>
 void add_whole_gradient(const T *grad, int64_t step, const T *x, int64_t rows, int64_t width, int64_t in, float *total, bool fresh, T *tiles) {
     std::vector<T> room;
+    Registers own;
     put_gradient(grad, step, rows, width, tiles);
     add_weight_gradient(tiles, x, in, rows, width, in, total, fresh, room);
 }
@@ -394,6 +399,7 @@ template <class T> void run_half(int kind, const Half<T> &n, const Product<T> *p
     std::vector<Taken> taken(PRODUCTS * blocks);
 #pragma omp parallel num_threads(threads)
     {
+        Registers own;
         Worker<T> worker{taken, blocks};
         if (kind == 0) front_forward(n, products, eps, worker);
         if (kind == 1) front_backward(n, products, eps, worker);
@@ -406,6 +412,9 @@ template <class T> void run_half(int kind, const Half<T> &n, const Product<T> *p
 }  // namespace
 
 extern "C" {
+
+// numbers of the room for `put_gradient`
+int64_t rondel_tile_room(int code, int64_t rows, int64_t width) { return code ? tile_room<bf16>(rows, width) : tile_room<float>(rows, width); }
 
 // total [width, in] += gradᵀ x, or = where nothing is in it yet, for grad [rows, step], of which `width` columns, and x [rows, in]; `tiles`: room for
 // `put_gradient`; code: 0 float32, 1 bfloat16

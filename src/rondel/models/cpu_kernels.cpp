@@ -275,6 +275,14 @@ void rondel_add(float *sum, const void *more, int64_t count, int threads) {
     for (int64_t i = 0; i < count; i++) sum[i] += wide(from[i]);
 }
 
+// A weight below 1.2e-38 keeps its bits, too: the instruction of `narrow_all` takes it for 0, and nothing would join it again.
+static inline void round_weights(const float *from, int64_t count, bf16 *to) {
+    if (count == VECTOR)
+        for (int i = 0; i < VECTOR; i++) narrow(from[i], to[i]);
+    else
+        for (int64_t i = 0; i < count; i++) narrow(from[i], to[i]);
+}
+
 // held = from, rounded; -> how many of them have other bits than before
 int64_t rondel_round(const float *from, void *held, int64_t count, int threads) {
     bf16 *to = (bf16 *)held;
@@ -283,7 +291,7 @@ int64_t rondel_round(const float *from, void *held, int64_t count, int threads) 
     for (int64_t first = 0; first < count; first += VECTOR) {
         bf16 fresh[VECTOR];
         int64_t some = std::min<int64_t>(VECTOR, count - first), differ = 0;
-        write(from + first, some, fresh);
+        round_weights(from + first, some, fresh);
         if (some == VECTOR)
             for (int i = 0; i < VECTOR; i++) differ += fresh[i].bits != to[first + i].bits;
         else
@@ -306,7 +314,7 @@ void rondel_split(const float *whole, void *held, int16_t *low, int64_t *ties, i
         bf16 fresh[VECTOR];
         uint32_t bits[VECTOR];
         int32_t more[VECTOR];
-        write(whole + first, some, fresh);
+        round_weights(whole + first, some, fresh);
         memcpy(bits, whole + first, some * sizeof(float));
         for (int i = 0; i < some; i++) {
             more[i] = (int32_t)(bits[i] - ((uint32_t)fresh[i].bits << 16));

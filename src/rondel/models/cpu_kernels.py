@@ -39,7 +39,6 @@ LOOPS, PLAIN_KERNELS = "loops in C++", "torch's operations"
 CODES = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16  # numbers of a head that a decode step adds at once
 PANEL = 16  # rows of a weight that are packed together, as in cpu_product.cpp
-TILE = 12  # outputs of a weight's gradient that are computed together, as in cpu_tiles.h
 WIDTH, HALF = 32, 16  # outputs of a panel of words, and those that are packed together, as in cpu_tiles.h
 SETS, LINE = 1024, 64  # bytes: no rows are a multiple of it apart, or each fourth has the same sets of a first cache
 PROOF = ((80, 48), (37, 100), (49, 2100))  # O and I of the weights of which a product is asked both ways
@@ -559,12 +558,17 @@ def add_weight_gradient(main: Tensor, grad: Tensor, x: Tensor, *, fresh: bool = 
     `grad` rows may lie apart. `fresh`: nothing is in `main` yet.
     """
     rows, width = grad.shape
-    x, tiles = x.contiguous(), torch.empty(rows + rows % 2, -(-width // TILE) * TILE, dtype=grad.dtype)
+    x, tiles = x.contiguous(), tile_room(rows, [width], grad.dtype)
     assert grad.stride(1) == 1 and main.is_contiguous() and main.dtype == torch.float32 and grad.dtype == x.dtype
     library().rondel_add_weight_gradient(
         CODES[x.dtype], grad.data_ptr(), grad.stride(0), x.data_ptr(), rows, width, x.shape[1], main.data_ptr(),
         int(fresh), tiles.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
+
+
+def tile_room(rows: int, widths: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """For the gradients [rows, width] of products whose weights' gradients are computed together."""
+    return torch.empty(sum(library().rondel_tile_room(CODES[dtype], rows, width) for width in widths), dtype=dtype)
 
 
 def pair_product(x: Tensor, panels: Tensor, bias: Tensor | None, width: int) -> Tensor:

@@ -141,6 +141,7 @@ void run_layers(const LayerParts<T> *layers, int64_t count, int parts, const Pas
     {
         std::vector<float> numbers;
         std::vector<int64_t> slots;
+        Registers own;
         for (int64_t l = 0; l < count; l++) {
             const LayerParts<T> &layer = layers[l];
             if (parts & 1) layer_front(layer, n, pass.stream, pass.cosine, pass.sine, pass.write, room, eps);

@@ -36,6 +36,7 @@ void rondel_pair_product(const void *x, int64_t step, const void *panels, const 
                          int64_t width, int threads) {
 #pragma omp parallel num_threads(threads)
     {
+        Registers own;
         panel_product((const bf16 *)x, step, (const bf16 *)panels, rows, in, panels_of(width), [&](int64_t first, int64_t some, int64_t p, const float *sums) {
             int64_t columns = std::min(WIDTH, width - p * WIDTH);
             for (int64_t r = 0; r < some; r++) {

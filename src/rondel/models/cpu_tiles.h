@@ -1,6 +1,7 @@
 // x [rows, in] @ w [out, in]^T of bfloat16 or float32 numbers, JOINED of a row at a time: AVX-512 multiplies two bfloat16
 // numbers at once, and an fp32 sum takes x₁w₁ and x₀w₀ of a pair one after the other; AVX2 multiplies them as fp32 numbers, in the
-// same order. Weights lie in panels of WIDTH outputs, [out / WIDTH, in / JOINED, WIDTH, JOINED], the last one filled up with zeros,
+// same order. AMX has registers that hold sixteen rows of 64 bytes: of bfloat16 it sums the first and the second numbers of sixteen
+// pairs, and adds both to the fp32 sum. Weights lie in panels of WIDTH outputs, [out / WIDTH, in / JOINED, WIDTH, JOINED], the last one filled up with zeros,
 // so a product reads them once, in the order in which they lie.
 //
 // Rows whose distance is a multiple of 4 KB lie in the same sets of a first cache and drive each other out: 64 rows of 2,048 numbers
@@ -12,12 +13,19 @@
 
 #include "cpu_rows.h"
 
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define RONDEL_AMX
+#endif
+
 namespace {
 
 template <class T> constexpr int64_t JOINED = sizeof(int32_t) / sizeof(T);  // numbers that are multiplied at once: a word
 constexpr int64_t WIDTH = 32;  // outputs of a panel: two registers of AVX-512
 constexpr int64_t HALF = 16;   // outputs of one
-constexpr int64_t TILE = 12;   // rows: with 32 outputs three quarters of all registers hold sums
+template <class T> constexpr int64_t TILE = 12;  // rows: with 32 outputs three quarters of all registers hold sums
+#ifdef RONDEL_AMX
+template <> constexpr int64_t TILE<bf16> = 32;   // four registers of eight hold sums
+#endif
 constexpr int64_t AHEAD = 1024;  // bytes of a panel that are asked for before they are multiplied
 constexpr int64_t FEW = 16;    // rows that wait for memory
 constexpr int64_t MOST = 192;  // rows that are computed over one reading of the weights
@@ -117,10 +125,92 @@ inline void tile_sums(const T *x, int64_t step, const T *panel, int64_t words, f
 }
 #endif
 
+#ifdef RONDEL_AMX
+constexpr int64_t DEEP = 16;  // words of a register's row
+
+// Eight registers: 0 to 3 are sums, of the first sixteen rows and those behind them; 4 and 5 rows; 6 and 7 a panel's outputs.
+struct alignas(64) RegisterShapes {
+    uint8_t palette = 1, start = 0, unused[14] = {0};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {0};
+};
+
+thread_local int64_t shaped = 0;  // for how many rows this thread's registers have their shapes
+
+inline void shape_registers(int64_t rows) {
+    if (rows == shaped) return;
+    RegisterShapes all;
+    all.rows[0] = all.rows[1] = all.rows[4] = uint8_t(std::min(rows, HALF));
+    all.rows[2] = all.rows[3] = all.rows[5] = uint8_t(rows > HALF ? rows - HALF : HALF);
+    all.rows[6] = all.rows[7] = HALF;
+    _tile_loadconfig(&all);
+    shaped = rows;
+}
+
+template <bool more> inline void add_block(const bf16 *x, int64_t step, const bf16 *panel) {
+    _tile_loadd(6, panel, 4 * WIDTH);
+    _tile_loadd(7, panel + WIDTH, 4 * WIDTH);
+    _tile_loadd(4, x, 2 * step);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (!more) return;
+    _tile_loadd(5, x + HALF * step, 2 * step);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
+// sums [rows, WIDTH] of x, whose rows are `step` numbers apart, where a block of DEEP words lies `deeper` numbers behind the last one
+template <bool more>
+inline void register_sums(int64_t rows, const bf16 *x, int64_t step, int64_t deeper, const bf16 *panel, int64_t words, float *sums) {
+    shape_registers(rows);
+    asm volatile("" ::: "memory");  // the instructions read what was written before: not every compiler knows
+    _tile_zero(0);
+    _tile_zero(1);
+    if (more) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    int64_t k = 0;
+    for (; k + DEEP <= words; k += DEEP, x += deeper, panel += 2 * DEEP * WIDTH) add_block<more>(x, step, panel);
+    if (k < words) {  // the last words, with zeros behind them
+        alignas(64) bf16 own[TILE<bf16> * 2 * DEEP], some[2 * DEEP * WIDTH];
+        memset((void *)own, 0, sizeof own), memset((void *)some, 0, sizeof some);
+        for (int64_t r = 0; r < rows; r++) memcpy(own + r * 2 * DEEP, x + r * step, (words - k) * 2 * sizeof(bf16));
+        memcpy(some, panel, (words - k) * 2 * WIDTH * sizeof(bf16));
+        asm volatile("" ::: "memory");
+        add_block<more>(own, 2 * DEEP, some);
+    }
+    _tile_stored(0, sums, 4 * WIDTH);
+    _tile_stored(1, sums + HALF, 4 * WIDTH);
+    if (more) {
+        _tile_stored(2, sums + HALF * WIDTH, 4 * WIDTH);
+        _tile_stored(3, sums + HALF * WIDTH + HALF, 4 * WIDTH);
+    }
+    asm volatile("" ::: "memory");
+}
+#endif
+
+// A thread's registers while it multiplies: who came before has shaped them otherwise, and who comes next, too. Whole ones would be
+// saved each time the thread is put aside.
+struct Registers {
+#ifdef RONDEL_AMX
+    Registers() { shaped = 0; }
+    ~Registers() {
+        if (shaped) _tile_release();
+        shaped = 0;
+    }
+#else
+    ~Registers() {}
+#endif
+};
+
+// Rows of which blocks that threads share are multiples, but the last one.
+template <class T> constexpr int64_t WHOLE_ROWS = TILE<T> > HALF ? TILE<T> : 1;
+
 // Rows of the next tile, of `rows` that `left` tiles share: as many in each as can be, and with AVX2 as many as it takes at once.
 template <class T> inline int64_t tile_rows(int64_t rows, int64_t left) {
 #ifdef __AVX512BF16__
-    return rows / left;
+    return WHOLE_ROWS<T> > 1 ? std::min(rows, TILE<T>) : rows / left;
 #else
     constexpr int64_t UNIT = JOINED<T> > 1 ? 4 : 1;
     return std::min(rows, (rows / left + UNIT - 1) / UNIT * UNIT);
@@ -129,6 +219,13 @@ template <class T> inline int64_t tile_rows(int64_t rows, int64_t left) {
 
 // the same of up to TILE rows
 template <class T> inline void row_sums(int64_t rows, const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
+#ifdef RONDEL_AMX
+    if constexpr (sizeof(T) == sizeof(bf16)) {
+        if (rows > HALF) register_sums<true>(rows, x, step, 2 * DEEP, panel, words, sums);
+        else register_sums<false>(rows, x, step, 2 * DEEP, panel, words, sums);
+        return;
+    }
+#endif
     switch (rows) {
         case 1: tile_sums<T, 1>(x, step, panel, words, sums); break;
         case 2: tile_sums<T, 2>(x, step, panel, words, sums); break;
@@ -141,13 +238,23 @@ template <class T> inline void row_sums(int64_t rows, const T *x, int64_t step, 
         case 9: tile_sums<T, 9>(x, step, panel, words, sums); break;
         case 10: tile_sums<T, 10>(x, step, panel, words, sums); break;
         case 11: tile_sums<T, 11>(x, step, panel, words, sums); break;
-        default: tile_sums<T, TILE>(x, step, panel, words, sums);
+        default: tile_sums<T, 12>(x, step, panel, words, sums);
     }
+}
+
+// sums [TILE, WIDTH] over columns that lie in a tile of `put_tiles`, of its words from `from` on
+template <class T> inline void column_sums(const T *tile, int64_t from, const T *panel, int64_t words, float *sums) {
+    constexpr int64_t J = JOINED<T>;
+    const T *x = tile + from * J * TILE<T>;
+#ifdef RONDEL_AMX
+    if constexpr (sizeof(T) == sizeof(bf16)) return register_sums<true>(TILE<T>, x, J * DEEP, J * DEEP * TILE<T>, panel + from * J * WIDTH, words, sums);
+#endif
+    if constexpr (TILE<T> == 12) tile_sums<T, 12, 12>(x, J, panel + from * J * WIDTH, words, sums);
 }
 
 // sums [rows, WIDTH] of one panel
 template <class T> inline void panel_sums(int64_t rows, const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
-    for (int64_t left = (rows + TILE - 1) / TILE; left; left--) {
+    for (int64_t left = (rows + TILE<T> - 1) / TILE<T>; left; left--) {
         int64_t some = tile_rows<T>(rows, left);
         row_sums(some, x, step, panel, words, sums);
         x += some * step, sums += some * WIDTH, rows -= some;

@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int64_t AT_ONCE = 8 * TILE;  // rows whose weights are held for the gradients of keys and values
+constexpr int64_t AT_ONCE = 96;  // rows whose weights are held for the gradients of keys and values
 
 template <class T> struct Tree {  // as tree_loops.py hands it over
     int64_t heads, shared, size, window, families;
@@ -62,7 +62,7 @@ template <class T> inline void open_job(const Tree<T> &n, int64_t segment, int64
         for (int64_t t = 0; t < job.length; t++)
             memcpy(job.pulls.data() + t * many, n.dout + ((job.start + t) * n.heads + head * job.repeats) * size, many * sizeof(T));
     }
-    job.scores.resize(TILE * whole(job.width())), job.pulled.resize(TILE * whole(job.width()));
+    job.scores.resize(TILE<T> * whole(job.width())), job.pulled.resize(TILE<T> * whole(job.width()));
     job.weights.resize(AT_ONCE * job.step()), job.changes.resize(AT_ONCE * job.step());
 }
 
@@ -93,7 +93,7 @@ template <class T> inline int64_t seen_blocks(const Job<T> &job, int64_t last) {
 
 // sums [some, blocks * WIDTH] of rows over panels of keys or values
 template <class T> inline void multiply_rows(const T *x, int64_t some, int64_t size, const T *panels, int64_t blocks, int64_t step, float *out) {
-    alignas(64) float sums[TILE * WIDTH];
+    alignas(64) float sums[TILE<T> * WIDTH];
     for (int64_t p = 0; p < blocks; p++) {
         row_sums(some, x, size, panels + p * WIDTH * size, size / JOINED<T>, sums);
         for (int64_t r = 0; r < some; r++) memcpy(out + r * step + p * WIDTH, sums + r * WIDTH, WIDTH * sizeof(float));
@@ -130,9 +130,9 @@ template <class T> void attend(const Tree<T> &n, int64_t segment, int64_t head, 
     const T *keys = panels_of_rows(job.keys, job.count, n.size, job.key_panels);
     const T *values = panels_over_rows(job.values.data(), job.count, job.width(), n.size, job.value_rows);
     int64_t step = whole(job.width());
-    alignas(64) float sums[TILE * WIDTH];
-    for (int64_t first = 0; first < job.rows; first += TILE) {
-        int64_t some = std::min(TILE, job.rows - first), blocks = seen_blocks(job, first + some - 1);
+    alignas(64) float sums[TILE<T> * WIDTH];
+    for (int64_t first = 0; first < job.rows; first += TILE<T>) {
+        int64_t some = std::min(TILE<T>, job.rows - first), blocks = seen_blocks(job, first + some - 1);
         multiply_rows(job.queries.data() + first * n.size, some, n.size, keys, blocks, step, job.scores.data());
         for (int64_t r = 0; r < some; r++) {
             int64_t row = first + r, at = (job.start + row / job.repeats) * n.heads + head * job.repeats + row % job.repeats;
@@ -152,17 +152,16 @@ template <class T> void attend(const Tree<T> &n, int64_t segment, int64_t head, 
 
 // total[place of a key] += weightsᵀ x, for weights [rows, width] and x [rows, size]
 template <class T> inline void add_to_keys(const Tree<T> &n, Job<T> &job, int64_t head, const T *weights, const T *x, int64_t rows, int64_t seen, float *to) {
-    constexpr int64_t J = JOINED<T>;
-    int64_t words = words_of<T>(rows), count = std::min(job.count, seen);
-    T *tiles = aligned_room(job.tiles, tiles_of(count) * words * J * TILE);
+    int64_t words = column_words<T>(rows), count = std::min(job.count, seen);
+    T *tiles = aligned_room(job.tiles, tile_room<T>(rows, count));
     put_tiles(weights, job.step(), rows, count, 0, words, tiles);
-    const T *panels = panels_over_rows(x, rows, J * words, n.size, job.panel);
-    alignas(64) float sums[TILE * WIDTH];
+    const T *panels = panels_over_rows(x, rows, JOINED<T> * words, n.size, job.panel);
+    alignas(64) float sums[TILE<T> * WIDTH];
     for (int64_t at = 0; at < n.size; at += WIDTH)
-        for (int64_t tile = 0; tile < tiles_of(count); tile++) {
-            tile_sums<T, TILE, TILE>(tiles + tile * words * J * TILE, J, panels + at * J * words, words, sums);
-            for (int64_t r = 0; r < std::min(TILE, count - tile * TILE); r++) {
-                float *own = to + (job.places[tile * TILE + r] * n.shared + head) * n.size + at;
+        for (int64_t tile = 0; tile < tiles_of<T>(count); tile++) {
+            column_sums(tiles + tile * words * JOINED<T> * TILE<T>, 0, panels + at * JOINED<T> * words, words, sums);
+            for (int64_t r = 0; r < std::min(TILE<T>, count - tile * TILE<T>); r++) {
+                float *own = to + (job.places[tile * TILE<T> + r] * n.shared + head) * n.size + at;
                 for (int64_t i = 0; i < WIDTH; i++) own[i] += sums[r * WIDTH + i];
             }
         }
@@ -174,11 +173,11 @@ template <class T> void attend_backward(const Tree<T> &n, int64_t segment, int64
     const T *values = panels_of_rows(job.values, job.count, n.size, job.value_panels);
     const T *key_rows = panels_over_rows(job.keys.data(), job.count, job.width(), n.size, job.key_rows);
     int64_t step = whole(job.width());
-    alignas(64) float sums[TILE * WIDTH];
+    alignas(64) float sums[TILE<T> * WIDTH];
     for (int64_t begin = 0; begin < job.rows; begin += AT_ONCE) {
         int64_t rows = std::min(AT_ONCE, job.rows - begin), seen = seen_blocks(job, begin + rows - 1) * WIDTH;
-        for (int64_t first = 0; first < rows; first += TILE) {
-            int64_t some = std::min(TILE, rows - first), blocks = seen_blocks(job, begin + first + some - 1);
+        for (int64_t first = 0; first < rows; first += TILE<T>) {
+            int64_t some = std::min(TILE<T>, rows - first), blocks = seen_blocks(job, begin + first + some - 1);
             multiply_rows(job.queries.data() + (begin + first) * n.size, some, n.size, keys, blocks, step, job.scores.data());
             multiply_rows(job.pulls.data() + (begin + first) * n.size, some, n.size, values, blocks, step, job.pulled.data());
             for (int64_t r = 0; r < some; r++) {
@@ -231,6 +230,7 @@ template <class T> void run_tree(bool backward, const Tree<T> &n, float scale, i
 #pragma omp parallel num_threads(threads)
     {
         Job<T> job;
+        Registers own;
         if (backward) {
 #pragma omp for schedule(dynamic)
             for (int64_t one = 0; one < n.families * n.shared; one++) attend_family_backward(n, one / n.shared, one % n.shared, scale, job);

@@ -35,7 +35,7 @@ from rondel.core.events import Warned, emit
 from rondel.models import cpu_kernels
 from rondel.models.attention import NotedCalls, attention_layout, use_attention_layout
 from rondel.models.blocks import LIKE_LLAMA
-from rondel.models.cpu_kernels import CODES, TILE, apart, place_of, row_room
+from rondel.models.cpu_kernels import CODES, apart, place_of, row_room, tile_room
 from rondel.models.dense_attention import ScoreRule
 from rondel.models.fp32_sums import narrow_norm
 from rondel.models.linear import has_tiles, is_alone, is_compared, is_installed, is_tracing, modules_alone
@@ -455,7 +455,7 @@ def _front_backward(
     half = _Half(
         stream=stream, norm=norm, normed=row_room(rows, stream.shape[1], norm.dtype),
         dout=None if dout is None else dout.contiguous(), joined=row_room(rows, sum(widths), norm.dtype),
-        tiles=_tiles(rows, sum(_whole_tiles(w) for w in widths), norm),
+        tiles=tile_room(rows, widths, norm.dtype),
         dnormed=row_room(rows, stream.shape[1], norm.dtype), dstream=dstream, shares=_shares(stream),
         norm_total=of_norm[0],
     )  # fmt: skip
@@ -481,7 +481,7 @@ def _back_backward(
         norm=norm, normed=row_room(rows, middle.shape[1], norm.dtype), attended=attended, middle=middle,
         inner=row_room(rows, inner, norm.dtype), dout=grad.contiguous(),
         joined=row_room(rows, 2 * inner, norm.dtype),
-        tiles=_tiles(rows, max(2 * _whole_tiles(inner), _whole_tiles(middle.shape[1])), norm),
+        tiles=tile_room(rows, [inner, max(inner, middle.shape[1])], norm.dtype),
         dnormed=row_room(rows, middle.shape[1], norm.dtype), dattended=dattended, dstream=dstream,
         shares=_shares(middle), norm_total=of_norm[0],
     )  # fmt: skip
@@ -594,15 +594,6 @@ def _room(rows: int, width: int, like: Tensor) -> Tensor:
 def _shares(stream: Tensor) -> Tensor:
     """Room for a norm's gradient."""
     return torch.empty(-(-len(stream) // NORM_ROWS), stream.shape[1])
-
-
-def _whole_tiles(width: int) -> int:
-    return -(-width // TILE) * TILE
-
-
-def _tiles(rows: int, width: int, like: Tensor) -> Tensor:
-    """For gradients of `width` outputs, in whole tiles, of products whose weights' gradients are computed together."""
-    return _room(rows + rows % 2, width, like)
 
 
 class _Half:

@@ -606,9 +606,7 @@ def _in_panels(dtype: torch.dtype) -> bool:
 
 
 def has_tiles(dtype: torch.dtype) -> bool:
-    """Whether products by the tiles of cpu_tiles.h are the faster ones here. Tiles of AMX are faster still from some rows
-    on, and oneDNN's.
-    """
+    """Whether products by the tiles of cpu_tiles.h are the faster ones here."""
     return library() is not None and multiplies_in_vectors(dtype)
 
 

@@ -62,12 +62,13 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_hop": [CODE],
     "rondel_digest": [PLACE, WHOLE, PLACE, PLACE, WHOLE, PLACE, THREADS],
     "rondel_pair_product": [PLACE, WHOLE, *[PLACE] * 3, *[WHOLE] * 3, THREADS],
+    "rondel_tile_room": [CODE, WHOLE, WHOLE],
     "rondel_layer_half": [CODE, CODE, PLACE, PLACE, REAL, THREADS],
     "rondel_add_weight_gradient": [CODE, PLACE, WHOLE, PLACE, *[WHOLE] * 3, PLACE, CODE, PLACE, THREADS],
     "rondel_tree": [CODE, CODE, PLACE, REAL, THREADS],
     "rondel_layers": [CODE, PLACE, WHOLE, CODE, PLACE, REAL, REAL, THREADS],
 }
-COUNTS = {"rondel_round": WHOLE, "rondel_hop": ctypes.c_double}  # what returns anything
+COUNTS = {"rondel_round": WHOLE, "rondel_tile_room": WHOLE, "rondel_hop": ctypes.c_double}  # what returns anything
 
 
 def chosen_library() -> ctypes.CDLL | None:
@@ -140,6 +141,8 @@ def _compiled(compiler: str) -> Path:
 
 def _options() -> list[str]:
     wide = ["-mprefer-vector-width=512"] if platform.machine().lower() in ("x86_64", "amd64") else []
+    if "amx_tile" in _abilities() and not torch.cpu._init_amx():  # a process asks for its registers, and may not get them
+        wide.append("-mno-amx-bf16")
     return [*wide, "-fopenmp"] if _thread_pool() else [*wide, "-fopenmp-simd"]
 
 

@@ -24,9 +24,9 @@ def has_bf16_products() -> bool:
 @functools.cache
 def multiplies_in_vectors(dtype: torch.dtype) -> bool:
     """Whether the tiles of cpu_tiles.h are written for this CPU and this dtype, float32 or bfloat16: for AVX-512 that
-    multiplies bfloat16 and has no AMX, and for AVX2 alone, which multiplies bfloat16 as fp32 numbers.
+    multiplies bfloat16, with AMX or without, and for AVX2 alone, which multiplies bfloat16 as fp32 numbers.
     """
-    here = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+    here = torch.cpu._is_avx512_bf16_supported()
     return dtype in (torch.float32, torch.bfloat16) and (here or has_avx2_alone())
 
 

@@ -35,7 +35,7 @@ from rondel.planner.stored_bytes import nf4_bytes
 from rondel.planner.workload import OtherPolicy, Workload
 
 PHASES = ("generate", "logprob", "train", "sync", "wake")
-LIBRARIES = 0.55 * GB  # resident of a process with torch and transformers before it has a model
+LIBRARIES = 0.6 * GB  # resident of a process with torch and transformers before it has a model
 # of a CPU's largest phase: gradients of activations in a backward pass, and freed memory
 # that the allocator keeps (runtime/devices.py)
 KEPT = 0.10

@@ -391,7 +391,7 @@ def _has_bf16() -> bool:
 
 def _has_tiles() -> bool:
     """As models/processor.py asks torch, of float32 and bfloat16."""
-    return _has_avx2_alone() or ("avx512_bf16" in _cpu_flags() and "amx_tile" not in _cpu_flags())
+    return _has_avx2_alone() or "avx512_bf16" in _cpu_flags()
 
 
 def _has_avx2_alone() -> bool:
