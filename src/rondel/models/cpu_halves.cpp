@@ -150,7 +150,7 @@ inline void add_weight_gradient(const T *grad, const T *x, int64_t step, int64_t
                 float *to = first + r * in;
                 if (fresh) memcpy(to, sums + r * WIDTH, columns * sizeof(float));
                 else if (columns == WIDTH)
-                    for (int64_t i = 0; i < WIDTH; i++) to[i] += sums[r * WIDTH + i];
+                    for (int64_t i = 0; i < WIDTH; i += HALF) put(load(to + i) + load(sums + r * WIDTH + i), to + i);
                 else
                     for (int64_t i = 0; i < columns; i++) to[i] += sums[r * WIDTH + i];
             }
@@ -170,17 +170,18 @@ template <class T> inline void put_product(const Product<T> &one, int64_t in, in
     }
 }
 
-// out = x Wᵀ + b, rounded, to `use(row, column, rounded numbers, columns)`
+// out = x Wᵀ + b to `use(row, column, numbers, columns)`
 template <class T, class Use>
 inline void product(const T *x, int64_t step, int64_t rows, int64_t in, const Product<T> &one, Worker<T> &worker, const Use &use) {
     multiply(x, step, rows, in, panels_of(one.width), worker, [&](int64_t p, T *panel) { put_product(one, in, p, panel); },
              [&](int64_t first, int64_t some, int64_t p, float *sums) {
         each_row(first, some, p, one.width, sums, [&](int64_t row, int64_t at, const float *own, int64_t columns) {
-            float out[WIDTH];
-            for (int64_t i = 0; i < WIDTH; i++) out[i] = own[i];
-            for (int64_t i = 0; one.bias && i < columns; i++) out[i] += one.bias[at + i];
-            round_all<T, WIDTH>(out);
-            use(row, at, out, columns);
+            alignas(64) float out[WIDTH];
+            if (one.bias) {
+                for (int64_t i = 0; i < WIDTH; i++) out[i] = i < columns ? own[i] + one.bias[at + i] : own[i];
+                own = out;
+            }
+            use(row, at, own, columns);
         });
     });
 }
@@ -197,8 +198,10 @@ inline void input_gradient(const T *grad, int64_t step, int64_t rows, int64_t in
 }
 
 template <class T> inline void store(const float *from, int64_t count, T *to) {
-    if (count == WIDTH) return narrow_all<WIDTH>(from, to);
-    for (int64_t i = 0; i < count; i++) narrow(from[i], to[i]);
+    if (count == WIDTH)
+        for (int64_t i = 0; i < WIDTH; i += HALF) put(load(from + i), to + i);
+    else
+        for (int64_t i = 0; i < count; i++) narrow(from[i], to[i]);
 }
 
 template <class T>
@@ -303,12 +306,12 @@ template <class T> void front_backward(const Half<T> &n, const Product<T> *produ
 
 enum { OUT, GATE, UP, DOWN };
 
-// to[...] = from[...] + out
-inline void add_part(const float *from, const float *out, int64_t count, float *to) {
+// to[...] = from[...] + out, rounded
+template <class T> inline void add_part(const float *from, const float *out, int64_t count, float *to) {
     if (count == WIDTH)
-        for (int64_t i = 0; i < WIDTH; i++) to[i] = from[i] + out[i];
+        for (int64_t i = 0; i < WIDTH; i += HALF) put(load(from + i) + round_to(load(out + i), T()), to + i);
     else
-        for (int64_t i = 0; i < count; i++) to[i] = from[i] + out[i];
+        for (int64_t i = 0; i < count; i++) to[i] = from[i] + rounded<T>(out[i]);
 }
 
 // gate, up and silu(g) · u of the stream behind attention, those of them for which there is room
@@ -325,8 +328,8 @@ template <class T> void gated_forward(const Half<T> &n, const Product<T> *produc
             float g[VECTOR] = {0}, u[VECTOR] = {0};
             T narrow_g[VECTOR], narrow_u[VECTOR], out[VECTOR];
             for (int64_t i = 0; i < count; i++) {
-                memcpy(g + i * HALF, sums + (r + i) * WIDTH, HALF * sizeof(float));
-                memcpy(u + i * HALF, sums + (r + i) * WIDTH + HALF, HALF * sizeof(float));
+                put(load(sums + (r + i) * WIDTH), g + i * HALF);
+                put(load(sums + (r + i) * WIDTH + HALF), u + i * HALF);
             }
             narrow_all<VECTOR>(g, narrow_g), narrow_all<VECTOR>(u, narrow_u);
             round_all<T, VECTOR>(g), round_all<T, VECTOR>(u);
@@ -345,12 +348,12 @@ template <class T> void gated_forward(const Half<T> &n, const Product<T> *produc
 
 template <class T> void back_forward(const Half<T> &n, const Product<T> *products, float eps, Worker<T> &worker) {
     product(n.attended, n.attended_step, n.rows, n.attended_width, products[OUT], worker, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
-        add_part(n.stream + row * n.width + at, out, columns, n.middle + row * n.width + at);
+        add_part<T>(n.stream + row * n.width + at, out, columns, n.middle + row * n.width + at);
     });
 #pragma omp barrier
     gated_forward(n, products, eps, worker);
     product(n.inner_room, n.inner_step, n.rows, n.inner, products[DOWN], worker, [&](int64_t row, int64_t at, const float *out, int64_t columns) {
-        add_part(n.middle + row * n.width + at, out, columns, n.out + row * n.width + at);
+        add_part<T>(n.middle + row * n.width + at, out, columns, n.out + row * n.width + at);
     });
 }
 

@@ -35,12 +35,7 @@ template <class Use> inline void each_half(int64_t first, int64_t some, int64_t 
             use(first + r, panel * WIDTH + half * HALF, sums + r * WIDTH + half * HALF);
 }
 
-inline void add_bias(const float *sums, const float *bias, float *out) {
-    if (bias)
-        for (int i = 0; i < HALF; i++) out[i] = sums[i] + bias[i];
-    else
-        for (int i = 0; i < HALF; i++) out[i] = sums[i];
-}
+inline lanes_t with_bias(const float *sums, const float *bias) { return bias ? load(sums) + load(bias) : load(sums); }
 
 template <class T> void norm_rows(const float *stream, const T *weight, T *out, int64_t step, const Sizes &n, float eps) {
 #pragma omp for schedule(static)
@@ -55,9 +50,7 @@ void layer_front(const LayerParts<T> &layer, const Sizes &n, float *stream, cons
     norm_rows(stream, layer.norm, room.normed, n.normed_step, n, eps);
     panel_product(room.normed, n.normed_step, layer.qkv, n.rows, n.width, panels_of(width), [&](int64_t first, int64_t some, int64_t p, const float *sums) {
         each_half(first, some, p, width, sums, [&](int64_t row, int64_t at, const float *own) {
-            float out[HALF];
-            add_bias(own, layer.qkv_bias ? layer.qkv_bias + at : nullptr, out);
-            narrow_all<HALF>(out, room.qkv + row * width + at);
+            put(with_bias(own, layer.qkv_bias ? layer.qkv_bias + at : nullptr), room.qkv + row * width + at);
         });
     });
 #pragma omp barrier
@@ -87,10 +80,8 @@ template <class T> void layer_back(const LayerParts<T> &layer, const Sizes &n, f
     auto add = [&](const float *bias) {  // to the stream, rounded as the module's branch is
         return [&n, stream, bias](int64_t first, int64_t some, int64_t p, const float *sums) {
             each_half(first, some, p, n.width, sums, [&](int64_t row, int64_t at, const float *own) {
-                float out[HALF], *to = stream + row * n.width + at;
-                add_bias(own, bias ? bias + at : nullptr, out);
-                round_all<T, HALF>(out);
-                for (int i = 0; i < HALF; i++) to[i] += out[i];
+                float *to = stream + row * n.width + at;
+                put(load(to) + round_to(with_bias(own, bias ? bias + at : nullptr), T()), to);
             });
         };
     };
@@ -103,8 +94,8 @@ template <class T> void layer_back(const LayerParts<T> &layer, const Sizes &n, f
             int64_t count = std::min(AT_ONCE, some - r);
             float gate[VECTOR] = {0}, up[VECTOR] = {0};
             for (int64_t i = 0; i < count; i++) {
-                memcpy(gate + i * HALF, sums + (r + i) * WIDTH, HALF * sizeof(float));
-                memcpy(up + i * HALF, sums + (r + i) * WIDTH + HALF, HALF * sizeof(float));
+                put(load(sums + (r + i) * WIDTH), gate + i * HALF);
+                put(load(sums + (r + i) * WIDTH + HALF), up + i * HALF);
             }
             round_all<T, VECTOR>(gate), round_all<T, VECTOR>(up);
             gate_vector<T, VECTOR>(gate, up);

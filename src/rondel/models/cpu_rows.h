@@ -211,6 +211,21 @@ inline lanes_t load(const bf16 *from) {
     return (lanes_t)(__builtin_convertvector(bits, bits_t) << 16);
 }
 
+inline void put(lanes_t x, float *to) { memcpy(to, &x, sizeof x); }
+#ifdef __AVX512BF16__
+inline void put(lanes_t x, bf16 *to) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+inline lanes_t round_to(lanes_t x, bf16) { return (lanes_t)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16); }
+#else
+inline lanes_t round_to(lanes_t x, bf16) {
+    bits_t bits = (bits_t)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+    return (lanes_t)((bits & 0x7fffffff) > 0x7f800000 ? bits - bits + 0x7fc00000 : rounded);
+}
+inline void put(lanes_t x, bf16 *to) {
+    halves_t bits = __builtin_convertvector((bits_t)round_to(x, bf16{}) >> 16, halves_t);
+    memcpy(to, &bits, sizeof bits);
+}
+#endif
+
 // Half as many vectors, each with the sums of two over lanes that are `bit` apart: the second one's where l & bit.
 template <int bit> inline void fold(lanes_t *rows) {
     picks_t kept, added;
@@ -248,6 +263,24 @@ inline half_t widened(const bf16 *from) {
 }
 inline lanes_t load(const bf16 *from) { return {widened(from), widened(from + LANES / 2)}; }
 
+inline half_t round_half(half_t x) {
+    bits_t bits = (bits_t)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+    return (half_t)((bits & 0x7fffffff) > 0x7f800000 ? bits - bits + 0x7fc00000 : rounded);
+}
+inline lanes_t round_to(lanes_t x, bf16) { return {round_half(x.low), round_half(x.high)}; }
+
+inline void put(lanes_t x, float *to) {
+    memcpy(to, &x.low, sizeof x.low);
+    memcpy(to + LANES / 2, &x.high, sizeof x.high);
+}
+inline void put(lanes_t x, bf16 *to) {
+    for (half_t half : {round_half(x.low), round_half(x.high)}) {
+        halves_t bits = __builtin_convertvector((bits_t)half >> 16, halves_t);
+        memcpy(to, &bits, sizeof bits);
+        to += LANES / 2;
+    }
+}
+
 inline void fetch(const void *from, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)from + at);
 }
@@ -267,6 +300,7 @@ template <int bit> inline void fold(lanes_t *rows) {
     }
 }
 #endif
+inline lanes_t round_to(lanes_t x, float) { return x; }
 
 struct Contexts {
     const int64_t *own, *lengths, *prefix, *shared, *place;  // as in paged_layout.py: DecodeBatch; prefix may be null

@@ -147,9 +147,11 @@ inline void shape_registers(int64_t rows) {
     shaped = rows;
 }
 
-template <bool more> inline void add_block(const bf16 *x, int64_t step, const bf16 *panel) {
+template <bool more> inline void add_block(const bf16 *x, int64_t step, const bf16 *panel, int64_t ahead) {
     _tile_loadd(6, panel, 4 * WIDTH);
     _tile_loadd(7, panel + WIDTH, 4 * WIDTH);
+    if (ahead)
+        for (int64_t i = 0; i < 2 * DEEP; i++) __builtin_prefetch(panel + ahead + i * WIDTH);
     _tile_loadd(4, x, 2 * step);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
@@ -159,9 +161,10 @@ template <bool more> inline void add_block(const bf16 *x, int64_t step, const bf
     _tile_dpbf16ps(3, 5, 7);
 }
 
-// sums [rows, WIDTH] of x, whose rows are `step` numbers apart, where a block of DEEP words lies `deeper` numbers behind the last one
+// sums [rows, WIDTH] of x, whose rows are `step` numbers apart, where a block of DEEP words lies `deeper` numbers behind the last one.
+// Numbers that lie `ahead` of those of the panel are asked for, unless it is 0.
 template <bool more>
-inline void register_sums(int64_t rows, const bf16 *x, int64_t step, int64_t deeper, const bf16 *panel, int64_t words, float *sums) {
+inline void register_sums(int64_t rows, const bf16 *x, int64_t step, int64_t deeper, const bf16 *panel, int64_t words, float *sums, int64_t ahead = 0) {
     shape_registers(rows);
     asm volatile("" ::: "memory");  // the instructions read what was written before: not every compiler knows
     _tile_zero(0);
@@ -171,14 +174,14 @@ inline void register_sums(int64_t rows, const bf16 *x, int64_t step, int64_t dee
         _tile_zero(3);
     }
     int64_t k = 0;
-    for (; k + DEEP <= words; k += DEEP, x += deeper, panel += 2 * DEEP * WIDTH) add_block<more>(x, step, panel);
+    for (; k + DEEP <= words; k += DEEP, x += deeper, panel += 2 * DEEP * WIDTH) add_block<more>(x, step, panel, ahead);
     if (k < words) {  // the last words, with zeros behind them
         alignas(64) bf16 own[TILE<bf16> * 2 * DEEP], some[2 * DEEP * WIDTH];
         memset((void *)own, 0, sizeof own), memset((void *)some, 0, sizeof some);
         for (int64_t r = 0; r < rows; r++) memcpy(own + r * 2 * DEEP, x + r * step, (words - k) * 2 * sizeof(bf16));
         memcpy(some, panel, (words - k) * 2 * WIDTH * sizeof(bf16));
         asm volatile("" ::: "memory");
-        add_block<more>(own, 2 * DEEP, some);
+        add_block<more>(own, 2 * DEEP, some, 0);
     }
     _tile_stored(0, sums, 4 * WIDTH);
     _tile_stored(1, sums + HALF, 4 * WIDTH);
@@ -218,11 +221,11 @@ template <class T> inline int64_t tile_rows(int64_t rows, int64_t left) {
 }
 
 // the same of up to TILE rows
-template <class T> inline void row_sums(int64_t rows, const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
+template <class T> inline void row_sums(int64_t rows, const T *x, int64_t step, const T *panel, int64_t words, float *sums, int64_t ahead = 0) {
 #ifdef RONDEL_AMX
     if constexpr (sizeof(T) == sizeof(bf16)) {
-        if (rows > HALF) register_sums<true>(rows, x, step, 2 * DEEP, panel, words, sums);
-        else register_sums<false>(rows, x, step, 2 * DEEP, panel, words, sums);
+        if (rows > HALF) register_sums<true>(rows, x, step, 2 * DEEP, panel, words, sums, ahead);
+        else register_sums<false>(rows, x, step, 2 * DEEP, panel, words, sums, ahead);
         return;
     }
 #endif
@@ -254,9 +257,12 @@ template <class T> inline void column_sums(const T *tile, int64_t from, const T 
 
 // sums [rows, WIDTH] of one panel
 template <class T> inline void panel_sums(int64_t rows, const T *x, int64_t step, const T *panel, int64_t words, float *sums) {
+    constexpr int64_t FIRST = 8192 / sizeof(T);
+    bool first = true;
     for (int64_t left = (rows + TILE<T> - 1) / TILE<T>; left; left--) {
         int64_t some = tile_rows<T>(rows, left);
-        row_sums(some, x, step, panel, words, sums);
+        row_sums(some, x, step, panel, words, sums, first ? FIRST : 0);
+        first = false;
         x += some * step, sums += some * WIDTH, rows -= some;
     }
 }
