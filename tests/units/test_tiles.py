@@ -123,7 +123,9 @@ def sizes_of(library, tokens, dtype):
 def tiles_of(library, grad):
     """[tokens, width] -> [tiles, numbers of each]."""
     outputs, words = sizes_of(library, len(grad), grad.dtype)
-    out = torch.full((-(-grad.shape[1] // outputs), outputs * words * joined(grad.dtype)), float("nan"), dtype=grad.dtype)
+    out = torch.full(
+        (-(-grad.shape[1] // outputs), outputs * words * joined(grad.dtype)), float("nan"), dtype=grad.dtype
+    )
     call(library, "tiles", grad.dtype, grad, grad.stride(0), len(grad), grad.shape[1], out)
     return out
 

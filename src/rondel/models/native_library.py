@@ -141,7 +141,8 @@ def _compiled(compiler: str) -> Path:
 
 def _options() -> list[str]:
     wide = ["-mprefer-vector-width=512"] if platform.machine().lower() in ("x86_64", "amd64") else []
-    if "amx_tile" in _abilities() and not torch.cpu._init_amx():  # a process asks for its registers, and may not get them
+    # a process asks the kernel for AMX's registers, and may not get them
+    if "amx_tile" in _abilities() and not torch.cpu._init_amx():
         wide.append("-mno-amx-bf16")
     return [*wide, "-fopenmp"] if _thread_pool() else [*wide, "-fopenmp-simd"]
 
