@@ -44,9 +44,11 @@ def is_widened(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def knows_mkl() -> bool:
-    """Whether MKL is the faster one in sums over tokens: on Intel's own CPUs, and on those that have AVX2 alone. With
-    AVX-512 on others it takes twice oneDNN's time.
+    """Whether MKL is the faster one in sums over tokens: on CPUs that have AVX2 alone, and on Intel's own without tiles, beside
+    which it takes the same time and is less exact. With AVX-512 on others it takes twice oneDNN's time.
     """
+    if multiplies_in_vectors(torch.float32) and not has_avx2_alone():
+        return False
     try:
         with open("/proc/cpuinfo") as file:
             return torch.backends.mkl.is_available() and (has_avx2_alone() or "GenuineIntel" in file.read(4096))
