@@ -1,4 +1,4 @@
-"""Loops in C++ (`SOURCES`), compiled for this processor at first use and kept: takes 13 to 20 seconds once a machine.
+"""Loops in C++ (`SOURCES`), compiled for this processor at first use and kept: takes 13 to 30 seconds of a core once a machine.
 
     $RONDEL_CACHE/kernels/<digest>.so     of the source, the compiler, its options and what the processor can
 
@@ -19,6 +19,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ SOURCES = [
 ]
 HEADERS = [Path(__file__).with_name(name) for name in ("cpu_rows.h", "cpu_tiles.h", "cpu_panels.h")]
 OPTIONS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+WORKERS = 4  # compilers at once, of some 0.4 GB each
 LONGEST = 300.0  # seconds that a compiler may take, and the one who waits for it
 
 WHOLE, REAL, PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -133,10 +135,17 @@ def _compiled(compiler: str) -> Path:
         if not file.is_file():
             with tempfile.TemporaryDirectory(dir=folder) as draft:
                 made = Path(draft) / file.name
-                command = [*command, "-shared", "-fPIC", *map(str, SOURCES), "-o", str(made), *_thread_pool()]
-                subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, check=True)
+                parts = {source: Path(draft) / f"{source.stem}.o" for source in SOURCES}
+                with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
+                    own = [[*command, "-fPIC", "-c", str(source), "-o", str(part)] for source, part in parts.items()]
+                    list(pool.map(_run, own))
+                _run([*command, "-shared", *map(str, parts.values()), "-o", str(made), *_thread_pool()])
                 made.replace(file)
     return file
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, check=True)
 
 
 def _options() -> list[str]:
