@@ -41,7 +41,8 @@ def _loops_row() -> Row:
         forget()
     instructions = torch.backends.cpu.get_cpu_capability()
     if library is not None:
-        return what, "ok", f"{LOOPS}, for this processor ({instructions}), in {library._name}", ""
+        own = f"{instructions}, bfloat16 by AMX" if library.rondel_has_amx() else instructions
+        return what, "ok", f"{LOOPS}, for this processor ({own}), in {library._name}", ""
     if told:
         return what, "note", told[0], "apt install g++, or name a working compiler in CXX"
     why = (

@@ -19,6 +19,15 @@ inline void put_past_cache(const float *from, float *to) {
 
 extern "C" {
 
+// whether bfloat16 is multiplied by AMX
+int rondel_has_amx() {
+#ifdef RONDEL_AMX
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 // rows `first`, `first` + `stride`, ... of the panels' outputs in units of HALF: joined gate and up lie in turns. `words`: of a
 // row, 32 bits each
 void rondel_pack_words(const void *weight, void *panels, int64_t words, int64_t width, int64_t first, int64_t stride,

@@ -62,6 +62,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_pack_words": [PLACE, PLACE, *[WHOLE] * 4, THREADS],
     "rondel_draw": [*[PLACE] * 4, WHOLE, WHOLE, THREADS],
     "rondel_hop": [CODE],
+    "rondel_has_amx": [],
     "rondel_digest": [PLACE, WHOLE, PLACE, PLACE, WHOLE, PLACE, THREADS],
     "rondel_pair_product": [PLACE, WHOLE, *[PLACE] * 3, *[WHOLE] * 3, THREADS],
     "rondel_tile_room": [CODE, WHOLE, WHOLE],
@@ -70,7 +71,8 @@ SIGNATURES: dict[str, list[Any]] = {
     "rondel_tree": [CODE, CODE, PLACE, REAL, THREADS],
     "rondel_layers": [CODE, PLACE, WHOLE, CODE, PLACE, REAL, REAL, THREADS],
 }
-COUNTS = {"rondel_round": WHOLE, "rondel_tile_room": WHOLE, "rondel_hop": ctypes.c_double}  # what returns anything
+# what returns anything
+COUNTS = {"rondel_round": WHOLE, "rondel_tile_room": WHOLE, "rondel_has_amx": CODE, "rondel_hop": ctypes.c_double}
 
 
 def chosen_library() -> ctypes.CDLL | None:
