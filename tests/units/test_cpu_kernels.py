@@ -348,7 +348,7 @@ def test_a_model_with_kernels_is_the_model_without(dtype, plain):
     positions = torch.cat([torch.arange(12), torch.arange(12, 17), torch.arange(12, 15)])
     library, calls, found = cpu_kernels.library(), [], []
     counted = SimpleNamespace(
-        **{name: lambda *args, name=name: (calls.append(name), getattr(library, name)(*args)) for name in SIGNATURES}
+        **{name: lambda *args, name=name: (calls.append(name), getattr(library, name)(*args))[1] for name in SIGNATURES}
     )
     cpu_kernels.use_library(counted)
     for is_plain in (False, True):
@@ -406,7 +406,10 @@ def test_workers_that_come_at_once_compile_once(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", compile_slowly)
     with ThreadPoolExecutor(4) as workers:
         files = {*workers.map(native_library._compiled, [shutil.which("c++")] * 4)}
-    assert len(compiled) == len(files) == 1 and files.pop().read_bytes() == b"made"
+    assert len(files) == 1 and files.pop().read_bytes() == b"made"
+    sources = [word for command in compiled for word in command if word.endswith(".cpp")]
+    assert sorted(sources) == sorted(map(str, native_library.SOURCES)), "each once"
+    assert [command for command in compiled if "-shared" in command] == compiled[-1:], "joined once, behind them"
 
 
 def test_the_environment_chooses_and_old_processors_have_torch(monkeypatch):
