@@ -260,15 +260,19 @@ class ProcessWorker(RemoteWorker):
     def _dump_stacks(self) -> str:
         """What it does, and what the others wait for meanwhile: into the logs, before it is killed."""
         size, deadline = self._log_size(), time.monotonic() + DUMP
-        self._all_dump()
         if not self._speaks:
+            self._all_dump()
             time.sleep(QUIET)  # for the others': of its own none will come
             return self._last_words()
-        seen, since, activity = size, time.monotonic(), ProcessActivity(self.pid)
+        activity = ProcessActivity(self.pid)
+        activity.look()
+        was_stopped = activity.is_stopped  # it goes on now, and not only with its stacks
+        self._all_dump()
+        seen, since = size, time.monotonic()
         while time.monotonic() < deadline and (seen == size or time.monotonic() - since < QUIET):
             time.sleep(0.02)
             activity.look()
-            if (now := self._log_size()) != seen or activity.is_running:
+            if (now := self._log_size()) != seen or (activity.is_running and not was_stopped):
                 seen, since = now, time.monotonic()
         return self._last_words()
 
