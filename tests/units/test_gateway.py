@@ -327,15 +327,18 @@ def test_an_engine_that_fails_leaves_no_trace_of_its_turn():
     )
 
 
-def test_a_request_that_is_given_up_leaves_no_trace():
-    class Slow(Policy):
-        async def generate(self, request):
-            if len(self.requests) == 1:
-                self.requests.append(request)
-                await asyncio.Event().wait()
-            return await super().generate(request)
+class HangsOnce(Policy):
+    """Never answers the second request."""
 
-    policy = Slow("one", "-", "two")
+    async def generate(self, request):
+        if len(self.requests) == 1:
+            self.requests.append(request)
+            await asyncio.Event().wait()
+        return await super().generate(request)
+
+
+def test_a_request_that_is_given_up_leaves_no_trace():
+    policy = HangsOnce("one", "-", "two")
     s = session(policy)
 
     async def play():
@@ -357,15 +360,7 @@ def test_replies_to_one_request_are_kept_together_or_not_at_all():
     """The agent left while the second was written: the first, which it never read, was trained, and came first, so that
     its text was what the reward judged.
     """
-
-    class Half(Policy):
-        async def generate(self, request):
-            if len(self.requests) == 1:
-                self.requests.append(request)
-                await asyncio.Event().wait()
-            return await super().generate(request)
-
-    policy = Half("one", "-", "two")
+    policy = HangsOnce("one", "-", "two")
     s = session(policy)
 
     async def play():

@@ -22,7 +22,8 @@ namespace {
 template <class T> constexpr int64_t JOINED = sizeof(int32_t) / sizeof(T);  // numbers that are multiplied at once: a word
 constexpr int64_t WIDTH = 32;  // outputs of a panel: two registers of AVX-512
 constexpr int64_t HALF = 16;   // outputs of one
-template <class T> constexpr int64_t TILE = 12;  // rows: with 32 outputs three quarters of all registers hold sums
+constexpr int64_t IN_VECTORS = 12;  // rows: with 32 outputs three quarters of AVX-512's registers hold sums
+template <class T> constexpr int64_t TILE = IN_VECTORS;  // rows that are multiplied together
 #ifdef RONDEL_AMX
 template <> constexpr int64_t TILE<bf16> = 32;   // four registers of eight hold sums
 #endif
@@ -241,7 +242,7 @@ template <class T> inline void row_sums(int64_t rows, const T *x, int64_t step, 
         case 9: tile_sums<T, 9>(x, step, panel, words, sums); break;
         case 10: tile_sums<T, 10>(x, step, panel, words, sums); break;
         case 11: tile_sums<T, 11>(x, step, panel, words, sums); break;
-        default: tile_sums<T, 12>(x, step, panel, words, sums);
+        default: tile_sums<T, IN_VECTORS>(x, step, panel, words, sums);
     }
 }
 
@@ -252,7 +253,7 @@ template <class T> inline void column_sums(const T *tile, int64_t from, const T 
 #ifdef RONDEL_AMX
     if constexpr (sizeof(T) == sizeof(bf16)) return register_sums<true>(TILE<T>, x, J * DEEP, J * DEEP * TILE<T>, panel + from * J * WIDTH, words, sums);
 #endif
-    if constexpr (TILE<T> == 12) tile_sums<T, 12, 12>(x, J, panel + from * J * WIDTH, words, sums);
+    if constexpr (TILE<T> == IN_VECTORS) tile_sums<T, IN_VECTORS, IN_VECTORS>(x, J, panel + from * J * WIDTH, words, sums);
 }
 
 // sums [rows, WIDTH] of one panel

@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int64_t AT_ONCE = 96;  // rows whose weights are held for the gradients of keys and values
+constexpr int64_t AT_ONCE = 96;  // whole tiles of 12 and of 32 rows, whose weights are held for the gradients of keys and values
 
 template <class T> struct Tree {  // as tree_loops.py hands it over
     int64_t heads, shared, size, window, families;
