@@ -68,8 +68,8 @@ docs: install
 	@$(BIN)/mkdocs build --strict --quiet && echo "site      site/overview.html"
 
 parity:
-	@set -e; $(APART); $$pip $(PEERS); $$pip --no-deps verl==0.9.1; \
-		PYTHONPATH=src $$home/bin/python -m pytest -rs tests/parity/algos tests/parity/test_peer_tables.py tests/parity/test_templates.py
+	@set -e; $(APART); $$pip $(PEERS); $$pip --no-deps verl==0.9.1 -e .; \
+		$$home/bin/python -m pytest -rs tests/parity/algos tests/parity/test_peer_tables.py tests/parity/test_templates.py
 
 worlds:
 	@set -e; $(APART); $$pip $(WORLDS); $$home/bin/python -m pytest -rs tests/units/test_verifiers.py tests/units/test_worlds.py; \

@@ -89,8 +89,10 @@ def test_the_whole_config_of_verl_becomes_a_recipe():
         resolve_algorithm({key: table for key, table in tree.pop("algo").items() if table and key != "group_size"})
         for tree in (whole, short)
     ]
-    # speed alone
+    # speed and devices alone
     assert rows[0] == rows[1] and whole["engine"].pop("max_running") == 256 and short["engine"].pop("max_running") == 64
-    assert {name: whole[name] for name in whole if name != "run"} == {
-        name: short[name] for name in short if name != "run"
-    }
+    assert whole["place"]["engines"]["tp"] == 2 and short["place"]["engines"] == 1
+    assert whole["task"]["eval"].pop("sampling") == {"temperature": 0.0}, "greedy, as where nothing is said"
+    assert not short["task"]["eval"].pop("sampling")
+    apart = {"run", "place"}
+    assert {name: whole[name] for name in whole.keys() - apart} == {name: short[name] for name in short.keys() - apart}
