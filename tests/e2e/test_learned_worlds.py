@@ -165,7 +165,7 @@ WORLD = {"model": {"random": "mlp_world"}, "agents": AGENTS}
         ({"task__env": {"kind": "control"}}, "nothing is imagined with it"),
         ({"algo": {"kind": "grpo", "group_size": 4}, "trainer__critic": {}}, "has no critic"),
         ({"engine__sampling__temperature": 0.7}, "temperature 1"),
-        ({"algo__mask_truncated": True}, "all imagined episodes that do not end"),
+        ({"algo__mask_truncated": True}, "an episode that goes on until its world or task.env.turns cuts it off"),
         ({"model__path": {"random": "mlp_world"}}, "takes no actions of its own"),
         ({"policies": {"world": WORLD | {"model": {"random": "mlp_world", "hidden_size": 20}}}}, "multiple of 16"),
         ({"policies__world__model__observation_size": 3}, "policies.world.model has observation_size = 3"),

@@ -153,6 +153,14 @@ def test_a_picture_is_the_mean_of_squares():
             {"task__env": {"kind": "control", "expert": "cartpole"}},
             "expert is copied by flow matching: take flow_policy",
         ),
+        (
+            {
+                "task__env": {"kind": "control", "actions": "tokens"},
+                "model__path": {"random": "llama"},
+                "algo__mask_truncated": True,
+            },
+            "algo.mask_truncated leaves out",
+        ),
         ({"task__env": {"kind": "control", "bins": 4}}, 'bins is of actions = "tokens"'),
         ({"task__env": {"kind": "control", "actions": "tokens", "pixels": 4}}, "pixels is of frames"),
         ({"task__env": {"kind": "control", "actions": "tokens", "model": {}}}, "model imagines arrays"),

@@ -5,16 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from rondel.algos.tokens import repeated_fraction
+from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.errors import ConfigError
-from rondel.core.types import KEEP, EnvFault, Failed, Group, Score, Task, Trajectory, Verdict
+from rondel.core.types import KEEP, Completion, EnvFault, Failed, Group, Score, Task, Trajectory, Verdict
 from rondel.filter import FILTERS, chain_filters
 from rondel.filter.complete import Complete
 from rondel.filter.length import truncated
 from rondel.filter.repetition import Repetition
 from rondel.filter.signal import signal
+from rondel.generate.envs.stepped_episode import SteppedEpisode
 
 
 def group(*trajectories: Trajectory) -> Group:
@@ -51,6 +54,18 @@ def test_signal_does_not_count_a_failure_as_a_different_reward():
 def test_a_group_is_dropped_when_nobody_ended():
     assert truncated(group(CUT, CUT)) == Verdict(False, "truncated")
     assert truncated(group(CUT, ENDED)) == KEEP
+
+
+def test_an_episode_of_actions_that_a_time_limit_ended_is_not_truncated():
+    """CartPole at its 500th step; the last answer is one of text."""
+    played, limit = (SteppedEpisode(Trajectory(), 4) for _ in range(2))
+    for episode, ended in ((played, "ended"), (limit, "cut off")):
+        steps = ContinuousSteps(np.zeros((1, 5), np.float32), 4)
+        done = Completion([0], [-0.5], [0], "stop", 1, steps=steps)
+        episode.add(done, 1.0, np.zeros(4, np.float32), ended)
+    found = [played.finish(), limit.finish(), CUT]
+    assert [t.finish_reason for t in found] == ["stop", "length", "length"]
+    assert [t.is_truncated for t in found] == [False, False, True] and truncated(group(*found[:2], found[1])) == KEEP
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 from rondel.assemble.rows import AlgorithmRows
 from rondel.core.config.environment import ENV_TABLES
 from rondel.core.config.job import Job
+from rondel.core.config.section import split_kind
 from rondel.core.config.task import TaskConfig
 from rondel.core.errors import ConfigError, ModelError, UserError
 from rondel.core.mesh import AXES
@@ -109,6 +110,7 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
         kind != "control" or job.task.reward == TaskConfig.model_fields["reward"].default,
         "the world pays for its actions: leave task.reward out, or wrap the world",
     )
+    cut = _time_limit_rules(job, rows) if kind == "control" else []
     if writes_actions(job):
         writes = (
             not is_control(job.model.path),
@@ -121,7 +123,7 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
             "recipes/vision.toml",
         )
         refuse_first(
-            [writes, plays, looks, pays], 'task.env.actions = "tokens"', Sampling(), ACTIONS, "docs/control.md"
+            [writes, plays, looks, pays, *cut], 'task.env.actions = "tokens"', Sampling(), ACTIONS, "docs/control.md"
         )
         return
     if not is_control(job.model.path):
@@ -136,6 +138,7 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
         (kind == "control" or kind not in ENV_TABLES, f'task.env = "{kind}" reads text: set task.env = "control"'),
         plays,
         pays,
+        *cut,
         (not job.task.episode.budget.model_fields_set, "task.env.budget counts text: set task.env.turns"),
         (
             job.task.system is None or reads_pictures(job.model.path),
@@ -198,6 +201,20 @@ def picture_rules(job: Job) -> Rules:
     ]
 
 
+def _time_limit_rules(job: Job, rows: AlgorithmRows) -> Rules:
+    """What leaves out answers that ran out of room is not for episodes that a time limit ends."""
+    why = (
+        "leaves out answers that ran out of room, and an episode that goes on until its world or task.env.turns cuts "
+        "it off is often the best: leave it out"
+    )
+    given = [*job.task.filters, *(name for row in rows.all_rows for name in row.filters)]
+    filters = [split_kind(entry, "")[0] for entry in given]
+    return [
+        (not any(row.mask_truncated for row in rows.all_rows), f"algo.mask_truncated {why}"),
+        ("truncated" not in filters, f'the filter "truncated" {why}'),
+    ]
+
+
 def writes_actions(job: Job) -> bool:
     """Whether the numbers of actions are written, as text."""
     return job.task.env_kind == "control" and job.task.env_settings.get("actions") == "tokens"
@@ -237,11 +254,6 @@ def refuse_world_model(job: Job, rows: AlgorithmRows) -> None:
             "values" in rows.needs,
             f"algo.kind = '{rows.main.name}' has no critic, without which an episode that is cut off after a few steps "
             "is worth what it earned in them: use ppo",
-        ),
-        (
-            not rows.main.mask_truncated,
-            "algo.mask_truncated leaves out what is cut off, here all imagined episodes that do not end within horizon "
-            "steps, so that the policy would learn from those alone in which the world ends: leave it out",
         ),
         (not job.loop.replays.groups, "loop.replays brings back whole groups: use task.env.model.memory"),
         (

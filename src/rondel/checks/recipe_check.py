@@ -167,8 +167,7 @@ def _check_signal(parts: Components, groups: list[Group]) -> list[CheckFinding]:
     failed = [t.score for t in answers if isinstance(t.score, Failed)]
     mixed = sum(len(set(g.rewards)) > 1 for g in groups)
     mean = sum(sum(g.rewards) for g in groups) / max(1, sum(len(g.rewards) for g in groups))
-    # a world that cuts an episode off may do so because the policy is good
-    cut = sum(t.finish_reason == "length" and not (t.steps and t.steps.observed) for t in answers) / len(answers)
+    cut = sum(t.is_truncated for t in answers) / len(answers)
     told = f"{mixed} of {len(groups)} groups have mixed rewards, mean reward {mean:.2f}"
     if all(len(g.policy_samples) == 1 for g in groups):  # each is compared with the others of a step
         mixed = len({reward for g in groups for reward in g.rewards}) - 1

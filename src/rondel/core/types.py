@@ -412,6 +412,13 @@ class Trajectory:
         return self.policy == DATA
 
     @property
+    def is_truncated(self) -> bool:
+        """Whether it ran out of room for its tokens or turns. An episode of actions that a time limit ended is whole,
+        and often the best one.
+        """
+        return self.finish_reason == "length" and not (self.steps is not None and self.steps.observed)
+
+    @property
     def is_attempt(self) -> bool:
         """Whether it was an attempt at the task, and not what a learned model
         of its world did (core/transitions.py)."""

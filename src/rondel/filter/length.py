@@ -7,4 +7,4 @@ from rondel.core.types import KEEP, Group, Verdict
 
 def truncated(group: Group) -> Verdict:
     """Drop the group iff every one of its samples was cut off by the budget."""
-    return Verdict(False, "truncated") if all(t.finish_reason == "length" for t in group.trajectories) else KEEP
+    return Verdict(False, "truncated") if all(t.is_truncated for t in group.trajectories) else KEEP

@@ -117,7 +117,7 @@ class TrainSample:
             parent=trajectory.parent,
             stream=stream,
             task=task,
-            truncated=trajectory.finish_reason == "length",
+            truncated=trajectory.is_truncated,
             guided=trajectory.is_demonstration,
             baseline=baseline,
             experts=None if trajectory.experts is None else np.asarray(trajectory.experts),

@@ -32,10 +32,12 @@ def find_truncation(story: Story) -> Iterator[Finding]:
     cut = story.recent_mean("generate/truncated_fraction")
     if cut is not None and cut > CUT:
         most = story.recipe_value("engine.sampling.max_tokens", "not set")
+        turns = story.recipe_value("task.env.turns")
+        limits = f"engine.sampling.max_tokens = {most}" + (f" or task.env.turns = {turns}" if turns else "")
         yield Finding(
             "truncation",
             "error" if cut > MOSTLY_CUT and (story.recent_mean("score/reward_mean") or 0) <= 0 else "warning",
-            f"{cut:.0%} of the answers end at engine.sampling.max_tokens = {most} ({story.recent_span})",
+            f"{cut:.0%} of the answers end at {limits} ({story.recent_span})",
             "An answer that is cut is judged for what it could not say.",
             "a higher engine.sampling.max_tokens, a shorter form of answer (task.env.suffix), algo.kind = 'dapo' (its "
             "filter and penalty for length)",
