@@ -11,6 +11,7 @@ from rondel.buffer import Buffer
 from rondel.core.clocks import PhaseTimer
 from rondel.core.events import GroupFinished, GroupsTaken, StepDone, emit
 from rondel.core.types import DROPPED, Failed, Group, Slot, Task, Verdict
+from rondel.runtime.telemetry.reward_hacking import from_scored
 from rondel.system.loop_turns import TURN_TOKENS, drop_in_turns
 
 
@@ -59,7 +60,8 @@ async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: It
             version = await sync(trainer, engine)  # nothing runs between the update and its commit
             clock.record_phase("sync")
         buffer.settle_groups(failed="" if stats.stepped else stats.note.partition(":")[0], outcomes=stats.outcomes)
-        emit(StepDone(step, version, stats.metrics, clock.finish_step(), buffer.ledger(), stats.note))
+        metrics = stats.metrics | from_scored(group for group in groups if not group.supervised)
+        emit(StepDone(step, version, metrics, clock.finish_step(), buffer.ledger(), stats.note))
         await milestone(step, version, batch)  # evaluate and checkpoint at a version, before anything new is admitted
         held = [trajectory for group in groups for trajectory in group.trajectories] + [*getattr(batch, "samples", ())]
         del groups, batch  # as above
@@ -95,7 +97,7 @@ def _group_finished(group: Group, verdict: Verdict) -> GroupFinished:
         failed=sum(isinstance(t.score, Failed) and t.score.reason != DROPPED for t in group.policy_samples),
         episodes=group.count_episodes(),
         boxes=group.sum_boxes(),
-        truncated=sum(t.finish_reason == "length" for t in group.policy_samples),
+        truncated=sum(t.is_truncated for t in group.policy_samples),
         source=str(group.task.data.get("source", "")),
         supervised=group.supervised,
     )

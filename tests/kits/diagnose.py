@@ -14,7 +14,9 @@ from typing import Any
 import tomli_w
 
 from rondel.core import events as words
+from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.runtime.journal.log import Journal
+from rondel.runtime.telemetry.reward_hacking import from_scored
 
 JOB: dict[str, Any] = {
     "algo": {"group_size": 4}, "loop": {"steps": 24, "max_staleness": 0}, "engine": {"sampling": {"max_tokens": 128}},
@@ -41,6 +43,14 @@ def healthy(step: int, rng: random.Random) -> dict[str, float]:
 def chances(step: int, rng: random.Random) -> list[float]:
     """How often each of four tasks is solved."""
     return [min(0.95, rng.uniform(0.15, 0.75) + 0.008 * step) for _ in range(4)]
+
+
+def group_of(rewards: list[float], lengths: list[int]) -> Group:
+    """Answers of such rewards and lengths, no token of which repeats."""
+    answers = [Trajectory(score=Score(reward)) for reward in rewards]
+    for answer, n in zip(answers, lengths):
+        answer.extend(list(range(n)), logprobs=[-1.0] * n, versions=[0] * n)
+    return Group(0, Task("t", "x", {}), answers, 0)
 
 
 def write(
@@ -79,16 +89,14 @@ def write(
         groups = (
             rewards(step, rng) if rewards else [[float(rng.random() < p) for _ in range(4)] for p in chances(step, rng)]
         )  # of four answers
-        taken = []
+        taken, drawn = [], []
         for given in groups:
+            long = lengths(step, rng, given)
             told = {"kept": True, "reason": "", "truncated": 0, **finished(step)}
             journal.write(words.Admitted(number, f"t/{number}", step - 1))
-            journal.write(
-                words.GroupFinished(
-                    number, f"t/{number}", step - 1, rewards=given, lengths=lengths(step, rng, given), **told
-                )
-            )
+            journal.write(words.GroupFinished(number, f"t/{number}", step - 1, rewards=given, lengths=long, **told))
             taken.append(SimpleNamespace(id=number, born=step - 1 - lag))
+            drawn.append(group_of(given, long))
             number += 1
         journal.write(words.GroupsTaken(step, step - 1, taken, tree["loop"]["max_staleness"]))
         for event in workers(step):
@@ -96,7 +104,7 @@ def write(
         journal.write(words.Synced(step, "abc", 0.1, 0, 1e-7))
         phases = {"wait": 2.0, "prepare": 0.1, "train": 3.0, "sync": 0.1} | (seconds or {})
         book = {"issued": number, "trained": number, "in_flight": 0} | ledger(step)
-        row = healthy(step, rng) | metrics(step, rng)
+        row = healthy(step, rng) | from_scored(drawn) | metrics(step, rng)
         journal.write(words.StepDone(step, step, row, phases | {"step": sum(phases.values())}, book, note(step)))
         every = tree["run"]["checkpoint"]["every"]
         if every and step % every == 0:

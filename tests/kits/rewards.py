@@ -14,6 +14,13 @@ def thirds(trajectory, task) -> float:
     return sum(token % 3 == 0 for token in trajectory.tokens) / max(1, len(trajectory.tokens))
 
 
+def parity_or_failure(trajectory, task) -> float:
+    """As `parity`; one answer of five cannot be scored."""
+    if sum(trajectory.tokens) % 5 == 0:
+        raise ValueError("no score")
+    return parity(trajectory, task)
+
+
 def plus_or_minus(trajectory, task) -> float:
     """2 or -1."""
     return 2.0 if len(trajectory.text) % 2 else -1.0

@@ -1,13 +1,22 @@
 """Rewards that are got and not earned: each alarm has a run that shows it, and its like that does not."""
 
+import json
 import random
 
+import numpy as np
 import pytest
 
-from rondel.core.events import GroupsTaken, StepDone, Warned, subscribe
+from kits.runs import run as run_job
+from rondel.core.continuous_steps import ContinuousSteps
+from rondel.core.events import Warned, subscribe
 from rondel.core.types import Failed, Group, Score, Task, Trajectory
-from rondel.runtime.telemetry.metrics import StepMetrics, metric_meaning
+from rondel.dashboard.columns import MetricRow
+from rondel.dashboard.run import DashboardRun
+from rondel.runtime.telemetry.diagnose.story import read_story
+from rondel.runtime.telemetry.metrics import metric_meaning
 from rondel.runtime.telemetry.reward_hacking import SPAN, HackingMonitor, from_scored
+
+OF_ANSWERS = ("score/length_correlation", "score/part_", "generate/repetition")
 
 
 def warned(rows):
@@ -129,12 +138,28 @@ def test_the_numbers_of_a_step():
     assert from_scored([]) == {} and from_scored([group(answer([1], Failed("no")))]) == {}
 
 
-def test_they_are_in_the_row_of_the_step():
-    rows = []
-    metrics = StepMetrics(lambda step, row: rows.append(row))
-    metrics.on_event(
-        GroupsTaken(1, 0, [group(answer([1], Score(1.0, {"a": 1.0})), answer([1, 2], Score(0.0, {"a": 0.0})))])
-    )
-    metrics.on_event(StepDone(1, 1, {}, {}, {}, ""))
-    assert rows[0]["score/length_correlation"] == pytest.approx(-1.0) and rows[0]["score/part_a"] == 0.5
-    assert all(metric_meaning(name) for name in rows[0])
+def test_the_length_of_an_episode_of_actions_is_no_length_of_an_answer():
+    steps = ContinuousSteps(np.zeros((2, 5), np.float32), 4)
+    played = [answer([0] * n, Score(float(n))) for n in (1, 2)]
+    assert from_scored([group(*played)])["score/length_correlation"] == pytest.approx(1.0)
+    for t in played:
+        t.steps = steps
+    assert from_scored([group(*played)]) == {}
+
+
+def test_a_run_its_journal_and_its_dashboard_say_the_same(tmp_path):
+    """Some answers cannot be scored, some groups are dropped, some wait for the step that trains them."""
+    how = {"task__reward": "kits.rewards:parity_or_failure", "task__filters": ["signal"], "run__sinks": ["jsonl"]}
+    run_job(tmp_path, loop__warmup__steps=1, loop__steps=4, loop__max_staleness=2, **how)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    live = {row["step"]: {k: v for k, v in row.items() if k.startswith(OF_ANSWERS)} for row in rows}
+    assert any("score/length_correlation" in row for row in live.values())
+    assert all(metric_meaning(name) for row in live.values() for name in row)
+    told = {s.number: s.row for s in read_story(tmp_path).steps}
+    page = DashboardRun(tmp_path, lambda story: [])
+    while page.poll_journal():
+        pass
+    for step in range(2, 6):
+        assert {k: v for k, v in told[step].items() if k.startswith(OF_ANSWERS)} == live[step]
+        row = MetricRow(page.columns, page.columns.steps.index(step))
+        assert {k: v for k, v in row.items() if k.startswith(OF_ANSWERS)} == live[step]

@@ -24,7 +24,6 @@ from rondel.runtime.telemetry.accounts import CONTROLLER
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import EVALUATED, RECENT, Step, Story, event_of, is_locked
 from rondel.runtime.telemetry.metrics import StepMetrics
-from rondel.runtime.telemetry.reward_hacking import within_group_correlation
 from rondel.runtime.telemetry.scores import is_share, within_unit
 
 LONG = 8 << 20  # bytes from which a journal is sampled first
@@ -74,7 +73,6 @@ class DashboardRun:
         self.counts: deque[dict[str, float]] = deque(maxlen=RECENT)
         self.events, self.damaged, self.time, self.last, self.began = 0, 0, 0.0, "", 0.0
         self._counts: dict[str, float] = {}
-        self._pairs: list[list[tuple[float, float]]] = []
         self._metrics = StepMetrics(self._add_row)
 
     def _load_recipe(self) -> None:
@@ -122,8 +120,6 @@ class DashboardRun:
             case "RunStarted":
                 story.facts, story.lives, story.broke, story.ended = told["facts"], story.lives + 1, "", None
                 self._load_recipe()  # it may be younger than this page
-            case "GroupFinished" if len(told["rewards"]) == len(told["lengths"]):
-                self._pairs.append(list(zip(told["rewards"], told["lengths"])))
             case "WorkerTime":
                 for name, n in told["counts"].items():
                     self._counts[name] = self._counts.get(name, 0) + n
@@ -150,9 +146,6 @@ class DashboardRun:
                 story.ended = told
 
     def _add_row(self, step: int, row: dict[str, float]) -> None:
-        if (found := within_group_correlation(self._pairs)) is not None:
-            row.setdefault("score/length_correlation", found)
-        self._pairs = []
         self.columns.add_row(step, row)
         del self.versions[len(self.columns) - 1 :], self.notes[len(self.columns) - 1 :]
 
@@ -163,7 +156,7 @@ class DashboardRun:
         del self.versions[len(self.columns) :], self.notes[len(self.columns) :]
         self.story.evals = [e for e in self.story.evals if e["step"] <= step]
         self.story.saved = [s for s in self.story.saved if s <= step]
-        self._pairs, self._counts = [], {}
+        self._counts = {}
 
     # -- what the page asks ----------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ from rondel.core.events import (
     WorkerTime,
     emit,
 )
-from rondel.runtime.telemetry.reward_hacking import from_scored
 from rondel.runtime.telemetry.world_card import MEANING
 
 SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
@@ -54,7 +53,10 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
         "root mean square of what the points of a group deviate from their mean, where the policy draws points: the "
         "diversity of its answers to one prompt",
     ),
-    "generate/truncated_fraction": ("share", "trajectories cut at max_tokens"),
+    "generate/truncated_fraction": (
+        "share",
+        "trajectories cut at max_tokens, or whose context, budget or turns ran out",
+    ),
     "episode/drift_share": (
         "share",
         "episodes whose tokens are not what the chat template would write of the same messages now (task.env.drift)",
@@ -436,7 +438,7 @@ class StepMetrics:
             case Speculated():
                 self._guesses.append(event)
             case GroupsTaken():
-                self._row |= from_taken(event) | from_scored(g for g in event.groups if not g.supervised)
+                self._row |= from_taken(event)
             case Replayed():
                 self._row |= {"loop/replayed_groups": len(event.groups), "loop/replayed_lag_max": event.oldest}
             case Synced():

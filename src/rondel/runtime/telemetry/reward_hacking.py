@@ -29,7 +29,10 @@ def from_scored(groups: Iterable[Group]) -> dict[str, float]:
     groups = list(groups)
     scored = [[t for t in group.policy_samples if isinstance(t.score, Score)] for group in groups]
     row: dict[str, float] = {}
-    if (found := length_correlation(scored)) is not None:
+    # of an episode of actions length is often the goal
+    if (
+        found := length_correlation([[t for t in g if not (t.steps and t.steps.observed)] for g in scored])
+    ) is not None:
         row["score/length_correlation"] = found
     firsts = [trajectories[0] for trajectories in scored if trajectories]
     texts = [t for t in firsts if t.steps is None]  # actions and points may well repeat themselves
@@ -44,18 +47,14 @@ def from_scored(groups: Iterable[Group]) -> dict[str, float]:
 
 
 def length_correlation(groups: Sequence[Sequence[Trajectory]]) -> float | None:
-    return within_group_correlation([[(t.reward or 0.0, t.written) for t in group] for group in groups])
-
-
-def within_group_correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
-    """Σ (r - r̄)(l - l̄) / √(Σ (r - r̄)² · Σ (l - l̄)²) of pairs (r, l), means within each
-    group; None where one of both is constant.
+    """Σ (r - r̄)(l - l̄) / √(Σ (r - r̄)² · Σ (l - l̄)²) of rewards r and lengths l, means within each group; None where
+    one of both is constant.
     """
     both = rewards = lengths = 0.0
     for group in groups:
         if not group:
             continue
-        r, n = [float(r) for r, _ in group], [float(n) for _, n in group]
+        r, n = [t.reward or 0.0 for t in group], [float(t.written) for t in group]
         r_mean, n_mean = math.fsum(r) / len(r), math.fsum(n) / len(n)
         both += math.fsum((x - r_mean) * (y - n_mean) for x, y in zip(r, n))
         rewards += math.fsum((x - r_mean) ** 2 for x in r)

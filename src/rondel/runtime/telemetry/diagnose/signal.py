@@ -76,16 +76,13 @@ def reward_collapse(story: Story) -> Iterator[Finding]:
 
 
 def reward_hacking(story: Story) -> Iterator[Finding]:
-    """The alarms of a live run, heard again over the rows; parts and repetition come from
-    the stored rollouts of the last steps.
-    """
+    """The alarms of a live run, heard again over the rows."""
     if len(story.steps) < 2 * RECENT:
         return
     told: list[tuple[int, str]] = []
-    ear, late = HackingMonitor(), {s.number for s in story.steps[-2 * RECENT :]}
+    ear = HackingMonitor()
     for done in story.steps:
-        more = story.rollout_metrics(done.number) if done.number in late else {}
-        told += [(done.number, text) for text in ear.check_step({**done.row, **more})]
+        told += [(done.number, text) for text in ear.check_step(dict(done.row))]
     told = told or [(step, text) for step, text in story.said if text.startswith("the reward rose from")]
     if told:
         step, text = told[-1]

@@ -1,8 +1,7 @@
 """A run folder as rules read it: the journal folded into one row of metrics a step, and what else was said.
 
 The rows are made by the `StepMetrics` of a live run from the same events, so a rule
-and a dashboard see the same numbers. What only the rollouts tell (parts of a reward, repetition)
-is read from the store where a rule asks for it.
+and a dashboard see the same numbers.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from rondel.core import events as words
-from rondel.runtime.journal import store
 from rondel.runtime.journal.log import drop_repeated_events, read_history, read_recipe
 from rondel.runtime.telemetry.accounts import seconds_of
 from rondel.runtime.telemetry.metrics import StepMetrics
-from rondel.runtime.telemetry.reward_hacking import tail_repetition, within_group_correlation
 from rondel.runtime.telemetry.scores import is_share, within_unit
 
 RECENT = 8  # steps that are "now"
@@ -132,22 +129,6 @@ class Story:
         elsewhere = {"values", "teacher_logprobs"} & set(self.facts.get("needs", ()))
         return not elsewhere and self.recipe_value("algo.group_size", 8) > 1
 
-    def rollout_metrics(self, step: int) -> dict[str, float]:
-        """What only the stored answers of a step tell: parts of the reward, repetition."""
-        try:
-            rows = [r for r in store.read_step(self.folder, step) if r["reward"] is not None]
-        except Exception:  # not stored, or being written
-            return {}
-        parts: dict[str, list[float]] = {}
-        for row in rows:
-            for name, value in row["reward_parts"].items():
-                parts.setdefault(f"score/part_{name}", []).append(value)
-        told = {name: statistics.fmean(values) for name, values in parts.items()}
-        firsts = {row["group"]: row for row in reversed(rows)}.values()
-        if again := [share for row in firsts if (share := tail_repetition(row["tokens"], row["mask"])) is not None]:
-            told["generate/repetition"] = statistics.fmean(again)
-        return told
-
     def worker_logs(self) -> dict[str, list[str]]:
         """The last words of every worker."""
         found = {}
@@ -190,7 +171,7 @@ def is_locked(lock: Path) -> bool:
 def _fold_events(story: Story, events: list[dict[str, Any]]) -> None:
     rows: list[tuple[int, dict[str, float]]] = []
     metrics = StepMetrics(lambda step, row: rows.append((step, row)))
-    warm, step, pairs, begun = story.recipe_value("loop.warmup.steps", 0), 0, [], []
+    warm, step, begun = story.recipe_value("loop.warmup.steps", 0), 0, []
     for at, event in enumerate(events):
         kind = event["kind"]
         if kind in ROWS or kind == "GroupsTaken":
@@ -198,14 +179,9 @@ def _fold_events(story: Story, events: list[dict[str, Any]]) -> None:
         match kind:
             case "RunStarted":
                 story.facts = event["facts"]
-            case "GroupFinished" if len(event["rewards"]) == len(event["lengths"]):
-                pairs.append(list(zip(event["rewards"], event["lengths"])))
             case "StepDone":
                 step, story.ledger = event["step"], event["ledger"]
                 row = rows.pop()[1]
-                if (found := within_group_correlation(pairs)) is not None:
-                    row.setdefault("score/length_correlation", found)
-                pairs = []
                 if step <= warm:
                     story.shown = step
                 else:
