@@ -18,6 +18,9 @@ FELL = 0.3  # of the range by which a reward has collapsed
 
 def no_signal(story: Story) -> Iterator[Finding]:
     share, reward = story.recent_mean("filter/signal_fraction"), story.recent_mean("score/reward_mean")
+    first = story.first_mean("filter/signal_fraction")
+    if share is None and first == 0:  # as plain after one step as after many
+        share, reward = first, story.first_mean("score/reward_mean")
     if share is None or reward is None or share >= LITTLE or not story.compares_answers:
         return
     highs, lows = [v for _, v in story.series("score/reward_max")], [v for _, v in story.series("score/reward_min")]

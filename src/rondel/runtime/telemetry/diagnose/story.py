@@ -94,7 +94,9 @@ class Story:
     def recent_span(self) -> str:
         """Which steps `recent` means: "steps 12 to 19"."""
         numbers = [s.number for s in self.steps[-RECENT:]]
-        return f"steps {numbers[0]} to {numbers[-1]}" if numbers else "no step"
+        if len(numbers) < 2:
+            return f"step {numbers[0]}" if numbers else "no step"
+        return f"steps {numbers[0]} to {numbers[-1]}"
 
     @property
     def step(self) -> int:
