@@ -13,6 +13,8 @@ from kits.sweeps import covering
 from rondel.cli import main
 from rondel.core import events as words
 from rondel.core.events import Advised, StepDone, subscribe
+from rondel.core.types import Group, Task, Trajectory
+from rondel.driver.phases import tell_silence
 from rondel.runtime.journal.log import Journal
 from rondel.runtime.telemetry import diagnose
 from rondel.runtime.telemetry.advice import Advisor, PlacementFacts, advise_runtime
@@ -95,6 +97,29 @@ def test_the_gravest_comes_first(tmp_path):
     )
     found = diagnose.diagnose(folder)
     assert [f.severity for f in found] == ["error", "warning", "warning"] and found[0].name == "broke"
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_without_any_signal_is_told_from_its_first_step(tmp_path, steps):
+    wrong = {"rewards": lambda step, rng: [[0.0] * 4] * 4, "job": {"run.checkpoint.every": 1}}
+    (found,) = diagnose.diagnose(write(tmp_path / "wrong", steps=steps, **wrong))
+    span = "step 1" if steps == 1 else "steps 1 to 2"
+    assert found.name == "no_signal" and found.severity == "error" and f"mean reward 0 ({span})" in found.evidence
+    assert named(write(tmp_path / "healthy", steps=steps, job={"run.checkpoint.every": 1})) == []
+
+
+def test_a_silent_step_is_told_with_what_the_run_said_of_it(tmp_path):
+    fault, _ = FAULTS["nothing is written"]
+    (found,) = diagnose.diagnose(write(tmp_path / "asked", **fault))
+    assert found.name == "silent" and found.evidence.endswith("steps") and "check-env" in found.action
+    full = [Trajectory(finish_reason="length")]
+    heard = []
+    end = subscribe(heard.append)
+    tell_silence([Group(0, Task("t", "x", {}), full, 0)], {"policy"}, trained=1)
+    end()
+    (found,) = diagnose.diagnose(write(tmp_path / "full", beside=lambda step: heard, **fault))
+    assert found.evidence.endswith("steps: their prompts leave no room for an answer")
+    assert found.action == "take shorter prompts, a model with a longer context, or a larger task.env.budget"
 
 
 def test_a_critic_learns_from_unanimous_groups_too(tmp_path):

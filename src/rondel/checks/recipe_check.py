@@ -21,6 +21,7 @@ from rondel.core.config.job import Job
 from rondel.core.errors import CheckpointError, ConfigError, EnvError, RondelError, SandboxError
 from rondel.core.protocols import DemonstratingEnv
 from rondel.core.types import Failed, Group, Slot, Task
+from rondel.driver.phases import explain_silence
 from rondel.driver.rollouts import prepare, rollouts_of
 from rondel.generate.envs.python import python_tool
 from rondel.planner.resolve import free_memory
@@ -197,12 +198,13 @@ def _check_signal(parts: Components, groups: list[Group]) -> list[CheckFinding]:
         for name in sorted(silent)
     ]
     if not any(t.written or t.steps for t in answers):
+        cause, remedy = explain_silence(answers)
         found.append(
             CheckFinding(
                 "rollouts",
                 False,
-                f"the policy wrote nothing in {len(answers)} answers, so there is nothing to train",
-                "let the environment ask it: await chat.reply()",
+                f"the policy wrote nothing in {len(answers)} answers, so there is nothing to train: {cause}",
+                remedy,
             )
         )
     if failed:

@@ -21,7 +21,7 @@ from rondel.core.config.job import Job
 from rondel.core.errors import RewardError, UserError
 from rondel.core.events import Checkpointed, Checkpointing, Evaluating, Resumed, RunEnded, Warned, emit, subscribe
 from rondel.core.schedule_gate import ScheduleGate
-from rondel.core.types import POLICY, Group, Slot, Verdict
+from rondel.core.types import POLICY, Group, Slot, Trajectory, Verdict
 from rondel.driver.best_checkpoint import BestCheckpoint, refuse_unknown_metric
 from rondel.driver.elastic_engines import admit_engines, scale_engines
 from rondel.driver.evaluation import evaluate, evaluation_sampling, evaluation_sets
@@ -435,16 +435,23 @@ def tell_silence(groups: list[Group], policies: Collection[str], *, trained: int
     written = [t for group in groups for t in group.policy_samples]
     if not written or any(t.written and t.policy in policies for group in groups for t in group.trajectories):
         return
-    if any(t.written for t in written):
-        cause = "every agent that spoke is played by a frozen policy"
-        remedy = "let one speak that a trained policy plays, or remove frozen = true"
-    elif all(t.finish_reason == "length" for t in written):
-        cause = "their prompts leave no room for an answer"
-        remedy = "take shorter prompts, a model with a longer context, or a larger task.env.budget"
-    else:
-        cause = "the environment never asked it"
-        remedy = "let it: `await chat.reply()` (`rondel check-env RUN.toml` plays it)"
+    cause, remedy = explain_silence(written)
     told = f"the policy wrote nothing in the {len(written)} answers of a step, so there is nothing to train: {cause}"
     if not trained:
         raise UserError(f"{told}. To mend it, {remedy}")
     emit(Warned(f"{told}. To mend it, {remedy}"))
+
+
+def explain_silence(answers: list[Trajectory]) -> tuple[str, str]:
+    """(cause, remedy) where no trained policy wrote in any of them."""
+    if any(t.written for t in answers):
+        return (
+            "every agent that spoke is played by a frozen policy",
+            "let one speak that a trained policy plays, or remove frozen = true",
+        )
+    if all(t.finish_reason == "length" for t in answers):
+        return (
+            "their prompts leave no room for an answer",
+            "take shorter prompts, a model with a longer context, or a larger task.env.budget",
+        )
+    return "the environment never asked it", "let it: `await chat.reply()` (`rondel check-env RUN.toml` plays it)"

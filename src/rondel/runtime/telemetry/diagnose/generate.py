@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import Story
 
+# around cause and remedy, in what a run says of such a step (tell_silence of driver/phases.py)
+SILENT, TO_MEND = "there is nothing to train: ", ". To mend it, "
 CUT, MOSTLY_CUT = 0.3, 0.8
 FAILED, MOSTLY_FAILED = 0.05, 0.3
 REFUSED = 0.7
@@ -18,12 +20,14 @@ def find_silence(story: Story) -> Iterator[Finding]:
     rows = [step.row for step in story.steps if "generate/tokens" in step.row]
     silent = [row for row in rows if row["generate/tokens"] == row.get("train/tokens", 0) == 0]
     if silent:
+        last = next((text for _, text in reversed(story.said) if text.startswith("the policy wrote nothing")), "")
+        cause, _, remedy = last.partition(SILENT)[2].partition(TO_MEND)
         yield Finding(
             "silent",
             "error" if silent[-1] is rows[-1] else "warning",
-            f"the policy wrote nothing in {len(silent)} of {len(rows)} steps",
+            f"the policy wrote nothing in {len(silent)} of {len(rows)} steps{': ' * bool(cause) + cause}",
             "A step without a token of the policy trains nothing.",
-            "let the environment ask it: `await chat.reply()`; `rondel check-env RUN.toml` plays an episode",
+            remedy or "`rondel check-env RUN.toml` plays an episode",
             weight=4,
         )
 
