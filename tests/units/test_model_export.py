@@ -98,6 +98,12 @@ def test_the_card_names_base_data_algorithm_and_figures_of_the_step():
     assert "could not be scored" not in card
     events[1]["request"] = {"failed": 9}
     assert "9 answers could not be scored and count as 0" in render_model_card(recipe, events, 2, name="me/model")
+    loop = {"groups_per_step": 4, "warmup": {"steps": 3, "groups_per_step": 32}}
+    for step, told in (
+        (5, "3 supervised, 32 demonstrations each; 2 of RL, 4 tasks each"),
+        (2, "2 supervised, 32 demonstrations each; 0 of RL, 4 tasks each"),
+    ):
+        assert f"| steps | {told} |" in render_model_card({"loop": loop}, [], step, name="x")
     assert "not evaluated" in render_model_card({}, [], 2, name="x") and "vllm serve x" in render_model_card(
         {}, [], 2, name="x"
     )

@@ -143,8 +143,7 @@ def render_model_card(
         ("licence of the base", known or "not known: look before you share it"),
         ("kind", "LoRA adapter" if adapter else f"whole model, weights in {form}" if form else "whole model"),
         ("algorithm", f"{algo.get('kind', 'not recorded')}, {algo.get('group_size', '?')} answers a task"),
-        ("steps", f"{step}, {loop.get('groups_per_step', '?')} tasks each, of them supervised "
-                  f"{min(step, loop.get('warmup', {}).get('steps', 0))}"),
+        ("steps", _steps_text(step, loop)),
         ("data", f"{_shorten(data.get('data', {}))}; {tasks.get('train', '?')} tasks to train on"),
         ("reward", "what the world pays" if kind_of_env in ("control", "gym") else _shorten(data.get("reward", "number"))),
         ("seed", str(facts.get("seed", loop.get("seed", "?")))),
@@ -165,6 +164,14 @@ def render_model_card(
         + _held_out(events, step)
         + f"\n\n## How to load it\n\n```python\n{way}\n```{serve}\n"
     )
+
+
+def _steps_text(step: int, loop: dict[str, Any]) -> str:
+    """`_steps_text(12, ...)` is "3 supervised, 32 demonstrations each; 9 of RL, 8 tasks each"."""
+    warmup = loop.get("warmup", {})
+    shown = min(step, warmup.get("steps", 0))
+    told = [f"{shown} supervised, {warmup.get('groups_per_step', '?')} demonstrations each"] if shown else []
+    return "; ".join([*told, f"{step - shown} of RL, {loop.get('groups_per_step', '?')} tasks each"])
 
 
 def _held_out(events: list[Event], step: int) -> str:
