@@ -22,7 +22,7 @@ class FakeTracker(ModuleType):
 
     def __init__(self, name):
         super().__init__(name)
-        self.told, self.opened, self.ended = [], [], 0
+        self.told, self.opened, self.ended, self.step = [], [], 0, 0
         self.entities = SimpleNamespace(
             Metric=lambda key, value, timestamp, step: (step, key, value), Param=lambda key, value: (key, value)
         )
@@ -85,6 +85,38 @@ def test_every_number_once_and_a_resume_goes_on(tmp_path, monkeypatch, kind):
             and first["config"]["loop"]["steps"] == 6
             and first["resume"] == "allow"
         )
+
+
+@pytest.mark.parametrize("kind", ["wandb", "trackio", "mlflow"])
+def test_an_evaluation_that_a_stop_came_before_is_told_by_the_resumed_run(tmp_path, monkeypatch, kind):
+    """Step 3 was told, then the run was stopped; resumed from step 3 it only evaluates, from step 2 it repeats it."""
+    fake = FakeTracker(kind)
+    monkeypatch.setitem(sys.modules, kind, fake)
+    folder = write_run(tmp_path / "mine")
+    (sink,) = open_sinks([kind], folder)
+    for step in (1, 2, 3):
+        sink.write(step, ROW)
+    sink.write(3, {"eval/score": 0.25})
+    sink.go_back(3)
+    sink.write(3, {"eval/score": 0.25})
+    sink.write(3, {"eval/aime/score": 0.5})
+    sink.go_back(2)
+    for row in (ROW, {"eval/score": 0.25}, {"eval/aime/score": 0.5}, {"eval/late": 1.0}):
+        sink.write(3, row)
+    sink.close()
+    names = ("score/reward_mean", "time/step", "eval/score", "eval/aime/score", "eval/late")
+    assert sorted(key for step, key, _ in fake.told if step == 3) == sorted(names)
+
+
+def test_wandb_takes_what_is_late_with_its_next_step(tmp_path, monkeypatch):
+    fake = FakeTracker("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    (sink,) = open_sinks(["wandb"], write_run(tmp_path / "mine"))
+    sink.write(3, ROW)
+    sink.go_back(3)
+    fake.step = 4  # where a run that is resumed goes on
+    sink.write(3, {"eval/score": 0.25})
+    assert fake.told[-1] == (4, "eval/score", 0.25)
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio", "mlflow"])

@@ -2,7 +2,7 @@
 "mlflow". Without an account nothing leaves the machine.
 
 A resumed run goes on in the run of its folder: its id is written into RUN/tracker-KIND, and
-steps that a resume repeats are not told twice.
+numbers that a resume repeats are not told twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ MOST, PARAMS = 6000, 100  # MLflow's limits: characters of a value, values of on
 
 
 class Tracker:
-    """What the three share: the package, the id of the run, the last step that it knew when it was opened.
+    """What the three share: the package, the id of the run, the last step that it knew when it was opened, and what of it:
+    the run may have ended before that step was evaluated.
 
     kind     the name in run.sinks, and of the package to import
     install  what brings it
@@ -44,8 +45,9 @@ class Tracker:
                 f'run.sinks names "{self.kind}", which is not installed: pip install "{self.install}", or leave it out'
             ) from error
         self._told = self.folder / f"tracker-{self.kind}"
-        words = self._told.read_text().split() if after >= 0 and self._told.is_file() else []
-        self.id, self.known = (words[0], int(words[1])) if len(words) == 2 else ("", -1)
+        words = self._told.read_text(encoding="utf-8").splitlines() if after >= 0 and self._told.is_file() else []
+        self.id, self.known = (words[0], int(words[1])) if len(words) > 1 else ("", -1)
+        self.step, self.names = self.known, words[2:]
         self.recipe = read_recipe(self.folder)
         self._open_run()
 
@@ -55,11 +57,14 @@ class Tracker:
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """An evaluation comes as a row of its own, with the step of the row before it."""
-        if step <= self.known:
+        known = set(self.names) if step == self.known else ()
+        fresh = {name: float(v) for name, v in metrics.items() if math.isfinite(v) and name not in known}
+        if step < self.known or not fresh:
             return
-        self._log_metrics(step, {name: float(v) for name, v in metrics.items() if math.isfinite(v)})
+        self._log_metrics(step, fresh)
+        self.step, self.names = step, [*(self.names if step == self.step else ()), *fresh]
         with guard_write(self._told):
-            self._told.write_text(f"{self.id} {step}\n")
+            self._told.write_text("\n".join([self.id, str(step), *self.names, ""]), encoding="utf-8")
 
     def close(self) -> None:
         raise NotImplementedError
@@ -90,7 +95,7 @@ class WandB(Tracker):
         )
 
     def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        self.run.log(metrics, step=step)
+        self.run.log(metrics, step=max(step, self.run.step))  # a step that it has closed takes no more
 
     def close(self) -> None:
         self.run.finish()
