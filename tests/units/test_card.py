@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from dataclasses import asdict, replace
 
 import pytest
@@ -16,10 +17,13 @@ from rondel.cli.train import closing_summary
 from rondel.core.errors import UserError
 from rondel.core.types import Task
 from rondel.dashboard.rollouts import read_answer, rollout_table
+from rondel.driver.evaluation import score_interval
 from rondel.runtime.journal.log import read_history
 from rondel.runtime.telemetry.card import (
+    _interval_verdict,
     answer_questions,
     card_of,
+    compared_intervals,
     count_shared_tokens,
     normal_interval,
     render_markdown,
@@ -328,3 +332,21 @@ def test_the_card_says_how_many_tokens_context_parallel_ranks_shared():
     found = count_shared_tokens([step(250.0), step(None), step(150.0)])
     assert found == [400.0, 3000.0] and "13.3% of 3000" in shared_text(*found)
     assert count_shared_tokens([step(None)]) == []
+
+
+def test_intervals_that_are_compared_are_made_in_one_way():
+    """Before training every reward was 0 or 1, afterwards one was 3."""
+    rng = random.Random(0)
+    binary, wide = ([float(rng.random() < 0.4) for _ in range(50)] for _ in range(2))
+    wide[0] = 3.0
+    told = []
+    for rewards in (binary, wide):
+        low, high, how = score_interval(rewards, rewards, 1)
+        told.append({"score": sum(rewards) / 50, "low": low, "high": high, "n": 50, "interval": how})
+    assert [e["interval"] for e in told] == ["Wilson", "normal"]
+    for found, rewards in zip(compared_intervals(*told), (binary, wide)):
+        assert found == pytest.approx(normal_interval(rewards))
+    assert compared_intervals(told[0], told[0]) == [wilson_interval(sum(binary), 50)] * 2
+    none = {"score": 0.0, "low": 0.0, "high": wilson_interval(0, 50)[1], "n": 50, "interval": "Wilson"}
+    below = {"score": -0.2, "low": -0.25, "high": -0.15, "n": 50, "interval": "normal"}
+    assert "has no width" in _interval_verdict(none, below)

@@ -63,6 +63,25 @@ def normal_interval(values: list[float], z: float = 1.959964) -> tuple[float, fl
     return mean - half, mean + half
 
 
+def compared_intervals(*evaluations: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Of evaluations that are compared, made in one way: where rewards of one lie outside [0, 1], Wilson's of another,
+    which knows that they lie inside, becomes the normal one, with the widest spread that its score allows.
+    """
+    named = [e.get("interval", "") for e in evaluations]
+    if "normal" not in named:
+        return [(e["low"], e["high"]) for e in evaluations]
+    return [
+        _normal_of_share(e["score"], e["n"]) if name == "Wilson" else (e["low"], e["high"])
+        for e, name in zip(evaluations, named)
+    ]
+
+
+def _normal_of_share(p: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """`normal_interval` of n rewards of 0 and 1 with mean p."""
+    half = z * math.sqrt(max(0.0, p * (1 - p)) / (n - 1)) if n > 1 else 0.0
+    return p - half, p + half
+
+
 def sparkline(values: list[float], width: int = 60) -> str:
     """A curve as text: [0, 1, 2, 3] -> '▁▃▆█'. Longer ones are averaged into `width` columns; NaN leaves a gap."""
     if len(values) > width:
@@ -577,12 +596,13 @@ def _set_tables(sets: list[dict[str, Any]]) -> list[str]:
 def _interval_verdict(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
     if before is None or after is None:
         return "Without both evaluations this run shows no effect."
-    if before["low"] == before["high"] or after["low"] == after["high"]:
+    (low, high), (low_after, high_after) = compared_intervals(before, after)
+    if low == high or low_after == high_after:
         return (
             "All tasks of one evaluation earned the same, so its interval has no width: it cannot tell the difference "
             "from chance."
         )
-    if before["low"] > after["high"] or after["low"] > before["high"]:
+    if low > high_after or low_after > high:
         return "The intervals do not overlap: the difference is larger than chance on these tasks explains."
     return "The intervals overlap: this many tasks cannot tell the difference from chance."
 

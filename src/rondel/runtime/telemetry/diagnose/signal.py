@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator
 
+from rondel.runtime.telemetry.card import compared_intervals
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import LEAST, RECENT, Story
 from rondel.runtime.telemetry.reward_hacking import PAID, HackingMonitor
@@ -125,11 +126,12 @@ def find_overfitting(story: Story) -> Iterator[Finding]:
     now = [v for step, v in rewards.items() if step > best["step"]][-RECENT:]
     if not then or not now or statistics.fmean(now) <= statistics.fmean(then):
         return
-    fell, half = best["score"] - last["score"], (best["high"] - best["low"] + last["high"] - last["low"]) / 4
+    (low, high), (low_now, high_now) = compared_intervals(best, last)
+    fell, half = best["score"] - last["score"], (high - low + high_now - low_now) / 4
     if fell > max(0.03, half):
         yield Finding(
             "overfit",
-            "error" if last["high"] < best["low"] else "warning",
+            "error" if high_now < low else "warning",
             f"held-out score {score_text(best['score'], story.scores_are_shares)} after step {best['step']}, "
             f"{score_text(last['score'], story.scores_are_shares)} after "
             f"step {last['step']}, while the training "

@@ -24,7 +24,7 @@ from rondel.runtime.telemetry.scores import is_share, within_unit
 RECENT = 8  # steps that are "now"
 LEAST = 3  # steps before which nothing is said of a trend
 LINES = 40  # of each log that are its last words
-EVALUATED = ("step", "score", "low", "high", "n", "profile", "reward_min", "reward_max")
+EVALUATED = ("step", "score", "low", "high", "n", "profile", "reward_min", "reward_max", "interval")
 ROWS = ("GroupFinished", "Synced", "Resident", "RewardCounts", "Speculated", "WorkerTime", "StepDone", "Resumed")
 
 
