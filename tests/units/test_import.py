@@ -352,6 +352,33 @@ def test_vespo_of_trl_is_the_row():
     assert row.aggregate == TABLE["vespo"].aggregate
 
 
+def lost_of_trl(**given) -> str:
+    report = translate_config(TRL, ALIVE["trl"] | given, ROWS)
+    return "\n".join(f"{keys}: {why}" for keys, why in [*report.lost, *report.missing.items()])
+
+
+@pytest.mark.parametrize("loss, over_all", [("dapo", True), ("cispo", True), ("vespo", True), ("grpo", False)])
+def test_a_denominator_of_trl_over_several_updates_is_named(loss, over_all):
+    one = {"loss_type": loss, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    assert "generation batch" not in lost_of_trl(**one)
+    assert ("generation batch / 4; here" in lost_of_trl(**one, steps_per_generation=8)) is over_all
+
+
+def test_the_weight_of_vespo_without_a_correction_for_vllm_is_named():
+    told = "vllm_importance_sampling_correction: the weight of an answer reaches from the engine"
+    off = {"loss_type": "vespo", "vllm_importance_sampling_correction": False}
+    assert told in lost_of_trl(use_vllm=True, **off) and told not in lost_of_trl(**off)
+    assert told not in lost_of_trl(use_vllm=True, **off | {"loss_type": "dapo"})
+    bounds = lost_of_trl(use_vllm=True, loss_type="vespo", vllm_importance_sampling_clip_min=0.5)
+    assert "vllm_importance_sampling_clip_min: the weight of an answer" in bounds
+
+
+@pytest.mark.parametrize("given", [{}, {"router_aux_loss_coef": 0.01}])
+def test_the_loss_that_balances_a_router_is_named(given):
+    assert "balances its router" in lost_of_trl(**given)
+    assert "balances its router" not in lost_of_trl(router_aux_loss_coef=0.0)
+
+
 def test_a_deviation_over_the_batch_is_batch_norm():
     """(r - mean of the group) / (std of all rewards + 1e-4), as TRL computes it."""
     lines = nest_lines(translate_config(TRL, ALIVE["trl"] | {"scale_rewards": "batch"}, ROWS).lines)["algo"]

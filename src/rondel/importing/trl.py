@@ -48,6 +48,7 @@ LOSSES = {  # loss_type -> (row, how token terms are added up)
     "sapo": ("sapo", "seq_mean_token_mean"),
     "vespo": ("vespo", "token_mean"),
 }
+OVER_GENERATION = ("dapo", "cispo", "vespo")  # losses whose denominator is of all that was generated at once
 SHAPE = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")  # of VESPO's weight
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {"constant_with_warmup": "constant"}
 REASONS = {
@@ -186,6 +187,12 @@ def _algorithm_lines(s: PeerSettings) -> Iterator[Part]:
         yield MissingKeys(
             ("loss_type",), "their mean is over each micro-batch; here it is over the batch (written: token_mean)"
         )
+    if s["loss_type"] in OVER_GENERATION and (updates := _updates_of_generation(s)) > 1:
+        yield MissingKeys(
+            ("loss_type",),
+            f"their sum over an update is divided by the tokens of the whole generation batch / {updates}; here by those "
+            "of the update (written: token_mean)",
+        )
     coef, top = float(s.require_number("entropy_coef")), s.require_number("top_entropy_quantile")
     if coef and row == "grpo" and 0 < top < 1:
         note = "theirs is a mean over the tokens of highest entropy, ours over all"
@@ -205,6 +212,14 @@ def _algorithm_lines(s: PeerSettings) -> Iterator[Part]:
         )
     yield RecipeLine("algo.mask_truncated", bool(s["mask_truncated_completions"]), ("mask_truncated_completions",))
     yield from _correction_lines(s)
+    if s["router_aux_loss_coef"] == 0:
+        yield SameKeys(("router_aux_loss_coef",), "no loss balances a router")
+    else:
+        yield MissingKeys(
+            ("router_aux_loss_coef",),
+            "a mixture of experts trains there with the loss that balances its router, unset with the coefficient of the "
+            "model's config; here it has none: look at train/expert_load_imbalance",
+        )
 
 
 def _translate_surrogate(s: PeerSettings, row: str) -> Iterator[Part]:
@@ -306,14 +321,25 @@ def _correction_lines(s: PeerSettings) -> Iterator[Part]:
             (threshold,),
             "of the policy that begins the step; there of the policy at each update" * (_updates_per_step(s) > 1),
         )
-    if not use:
-        return
     if s["loss_type"] == "vespo":
-        yield MissingKeys(
-            ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"),
-            "the weight of an answer reaches from the engine to the policy here, uncut; there the part between the "
-            "engine and the trainer is cut first",
-        )
+        if use:
+            yield MissingKeys(
+                (
+                    "vllm_importance_sampling_mode",
+                    "vllm_importance_sampling_clip_max",
+                    "vllm_importance_sampling_clip_min",
+                ),
+                "the weight of an answer reaches from the engine to the policy here, uncut; there the part between the "
+                "engine and the trainer is cut first",
+            )
+        elif s["use_vllm"]:
+            yield MissingKeys(
+                ("vllm_importance_sampling_correction",),
+                "the weight of an answer reaches from the engine to the policy here; there it begins at the trainer's own "
+                "probabilities, without what vLLM computed otherwise",
+            )
+        return
+    if not use:
         return
     level, _, action = str(s["vllm_importance_sampling_mode"]).partition("_")
     low, high = s["vllm_importance_sampling_clip_min"], s["vllm_importance_sampling_clip_max"]
@@ -374,8 +400,8 @@ def _batch_lines(s: PeerSettings) -> Iterator[Part]:
     yield RecipeLine("loop.seed", s.require_integer("seed"), ("seed",))
 
 
-def _updates_per_step(s: PeerSettings) -> int:
-    """How many of their steps are one here."""
+def _updates_of_generation(s: PeerSettings) -> int:
+    """Their optimizer steps on what was generated at once, in one pass."""
     accumulate = s.require_integer("gradient_accumulation_steps")
     device = s.require_integer("per_device_train_batch_size") * s.require_integer("num_processes")
     rounds = (
@@ -383,7 +409,12 @@ def _updates_per_step(s: PeerSettings) -> int:
         if s["generation_batch_size"]
         else s.require_number("steps_per_generation") or accumulate
     )
-    return int(max(1, rounds // accumulate) * s.require_integer("num_iterations"))
+    return int(max(1, rounds // accumulate))
+
+
+def _updates_per_step(s: PeerSettings) -> int:
+    """How many of their steps are one here."""
+    return _updates_of_generation(s) * s.require_integer("num_iterations")
 
 
 def _convert_steps(s: PeerSettings, steps: int) -> int:
