@@ -4,13 +4,14 @@ import asyncio
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kits.chat import CHATML, PREAMBLE, TEMPLATES, Engine, chat, spaced_tokenizer, tokenizer
+from kits.chat import CHATML, PREAMBLE, TEMPLATES, THINKING, Engine, chat, spaced_tokenizer, tokenizer
 from rondel.core.errors import DataError, EnvError
 from rondel.core.types import Task
 from rondel.generate.envs.chat import BESIDE, TURNS
@@ -304,6 +305,32 @@ def test_a_reply_is_not_shown_within_a_thought_that_the_template_begins():
                 asyncio.run(env.run(task, chat(tok, Engine())))
     for env in (Demonstrate(trained=False), GoldEpisode(Scripted(["seven."]), trained=False)):  # read as messages
         asyncio.run(env.run(task, chat(tok, Engine())))
+
+
+@pytest.mark.parametrize(
+    "thinking",
+    [THINKING, (Path(__file__).parents[1] / "kits/templates/qwen3.jinja").read_text()],
+    ids=["a like", "qwen3"],
+)
+@pytest.mark.parametrize("answer", ["seven.", "<think>\nthree, four\n</think>\n\nseven."])
+def test_a_demonstration_is_what_the_template_writes_of_it(thinking, answer):
+    """Qwen3: behind an empty thought, where the answer has none; what is only read is an earlier turn, without one."""
+    tok = tokenizer.__wrapped__("chatml")
+    tok.add_tokens(["<think>", "</think>"])
+    tok.chat_template = thinking
+    task = Task("t/1", "single_turn", {"prompt": "3 + 4 =", "answer": answer})
+    messages = [{"role": "user", "content": "3 + 4 ="}, {"role": "assistant", "content": answer}]
+    prompt = tok.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
+    whole = tok.apply_chat_template(messages, return_dict=False)
+    for env in (Demonstrate, partial(GoldEpisode, Scripted([answer]))):
+        for trained in (True, False):
+            told = asyncio.run(env(trained=trained).run(task, chat(tok, Engine())))
+            shown = told[0] if isinstance(told, list) else told
+            assert shown.tokens[: len(prompt)] == prompt and sum(shown.mask) == len(shown.tokens) - len(prompt)
+            if trained and (thinking is not THINKING or answer == "seven."):
+                assert shown.tokens == whole[: len(shown.tokens)] and tok.decode(whole[len(shown.tokens) :]) == "\n"
+            else:
+                assert tok.decode(shown.tokens[len(prompt) :]) == f"{answer}{tok.eos_token}"
 
 
 class Scripted:

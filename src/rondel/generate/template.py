@@ -24,7 +24,7 @@ from typing import Any
 
 from rondel.core.errors import DataError, RondelError, TemplateError
 from rondel.core.media import ImageProcessorConfig
-from rondel.generate.calls import HERMES, PROBE, TOLD, CallFormat, read_off
+from rondel.generate.calls import HERMES, PROBE, THOUGHT_ENDS, TOLD, CallFormat, read_off
 from rondel.text.tokenization import special_tokens
 
 Messages = list[dict[str, Any]]
@@ -123,6 +123,16 @@ class Template:
             return _in_words(messages)
         return [{"tool_call_id": "call00001", **m} if m["role"] == "tool" else m for m in messages]
 
+    def encode_demonstration(self, context: Sequence[int], text: str, *, split: bool = True) -> list[int]:
+        """Tokens of a reply that the policy learns to write, as the template writes an assistant's last turn: behind an
+        empty thought where the template puts one there and the reply has none of its own (Qwen3).
+        """
+        begins = self._reply_prefix
+        if not begins or begins.strip() in text or (THOUGHT_ENDS in begins and THOUGHT_ENDS in text):
+            return self.encode_reply(context, text, split=split)
+        head = self._encode_text(begins)
+        return head + self.encode_reply([*context, *head], text, split=split)
+
     def encode_reply(self, context: Sequence[int], text: str, *, split: bool = True) -> list[int]:
         """Tokens of a reply that is shown, as it stands behind others. Some tokenizers (Llama 2's) begin every text
         with a space, which belongs there where the template writes one.
@@ -136,14 +146,24 @@ class Template:
     @cached_property
     def _leads_with_space(self) -> bool:
         """Whether the template writes a space between the mark of the assistant and what it says."""
+        return self._written_before_reply == " "
+
+    @cached_property
+    def _reply_prefix(self) -> str:
+        """What the template writes there and more than space: "<think>\\n\\n</think>\\n\\n"; mostly ""."""
+        return self._written_before_reply if self._written_before_reply.strip() else ""
+
+    @cached_property
+    def _written_before_reply(self) -> str:
+        """Between the mark of the assistant, which ends a prompt, and what it says in the last turn."""
         if self.plain:
-            return False
+            return ""
         try:
             opening = self._render_text([USER], (), prompt=True)
             whole = self._render_text([USER, {"role": "assistant", "content": "x7"}], ())
         except Exception:  # a template refuses what it does not know by raising whatever it likes
-            return False
-        return whole.startswith(f"{opening} x7")
+            return ""
+        return whole.removeprefix(opening).partition("x7")[0] if whole.startswith(opening) else ""
 
     @cached_property
     def call_format(self) -> CallFormat:

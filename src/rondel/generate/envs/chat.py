@@ -303,9 +303,16 @@ class TokenChat:
         return await beside_loop(read_calls, *given) if len(done.tokens) > LONG else read_calls(*given)
 
     def write(
-        self, text: str, *, version: int = 0, split_special_tokens: bool = True, steps: ContinuousSteps | None = None
+        self,
+        text: str,
+        *,
+        version: int = 0,
+        split_special_tokens: bool = True,
+        trained: bool = True,
+        steps: ContinuousSteps | None = None,
     ) -> None:
-        """Put words into the policy's mouth, for supervised phases: mask 1, logprob 0, then `end_token`.
+        """Put words into the policy's mouth, for supervised phases: mask 1, logprob 0, then `end_token`. `trained`: the
+        policy learns from it, and does not only read it as an earlier turn.
 
         What does not fit into max_context is cut, with finish_reason "length", as it would be for the policy itself.
         Control tokens that the text spells are text, or with split_special_tokens = False tokens. Of a policy that
@@ -314,7 +321,8 @@ class TokenChat:
         self._check_turn()
         text, end, context = valid_unicode(text), self.end_token, self.trajectory.tokens
         if steps is None:
-            tokens = self.template.encode_reply(context, text, split=split_special_tokens)
+            encode = self.template.encode_demonstration if trained else self.template.encode_reply
+            tokens = encode(context, text, split=split_special_tokens)
             tokens += [] if end is None else [end]
         elif (n := len(steps)) <= self._remaining_tokens:
             tokens = list(range(n))

@@ -30,7 +30,8 @@ class GoldEpisode:
                 raise DataError(f"the environment asks for more replies than its gold({task.id}) has")
             if self.trained:
                 chat.refuse_open_thought(request.tokens, text)
-            tokens = [*chat.template.encode_reply(request.tokens, text), *([] if end is None else [end])]
+            encode = chat.template.encode_demonstration if self.trained else chat.template.encode_reply
+            tokens = [*encode(request.tokens, text), *([] if end is None else [end])]
             kept = tokens[: request.sampling.max_tokens]
             n = len(kept)
             return Completion(kept, [0.0] * n, [0] * n, "stop" if n == len(tokens) else "length", text=text)  # type: ignore[arg-type]
@@ -67,6 +68,7 @@ class Demonstrate:
         chat.give(opening_messages(task, suffix=self.suffix, system=self.system, examples=self.examples))
         if self.trained:
             chat.refuse_open_thought(chat.trajectory.tokens, str(task.data["answer"]))
-        chat.write(str(task.data["answer"]), split_special_tokens=task.data.get(SPLIT, True))
+        split = task.data.get(SPLIT, True)
+        chat.write(str(task.data["answer"]), split_special_tokens=split, trained=self.trained)
         chat.trajectory.policy = self.policy
         return chat.trajectory
