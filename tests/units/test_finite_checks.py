@@ -35,6 +35,16 @@ class BrokenRatio(Component):
 
 
 @dataclass(frozen=True)
+class BrokenRatios(Component):
+    """NaN for several samples."""
+
+    samples: tuple[int, ...]
+
+    def __call__(self, log_ratio_T, sample_T):
+        return torch.where(torch.isin(sample_T, torch.tensor(self.samples)), torch.nan, log_ratio_T)
+
+
+@dataclass(frozen=True)
 class BrokenAdvantage(Component):
     """Infinite for one sample."""
 
@@ -104,6 +114,22 @@ def test_a_number_that_is_not_finite_stops_the_step(border, micro_tokens):
     assert bits(t) == before
     assert t.version == version + 1 and t.bad_steps == 1
     assert len(warnings) == 1 and stats.note in warnings[0].message and "--step 2" in warnings[0].message
+
+
+@pytest.mark.parametrize("micro_tokens", [10, 10**6])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_such_sample_is_named_however_the_batch_is_dealt(monkeypatch, micro_tokens, ranks):
+    """Two samples far apart: one micro-batch or many; of two ranks the first has seen the second one."""
+    t, b, algo, _ = broken("reward")
+    b.samples[next(i for i, s in enumerate(b.samples) if (s.group, s.index) == (8, 2))].reward = 0.0
+    object.__setattr__(t.settings, "micro_tokens", micro_tokens)
+    if ranks == 2:
+        monkeypatch.setattr(
+            t.ranks, "all_gather_object", lambda told: [told[1:], told[:1]] if isinstance(told, list) else [told]
+        )
+    last = len(b.samples) - 1
+    stats = step(t, b, replace(algo, ratio=BrokenRatios((0, last))))
+    assert stats.note == f"ratio: not finite for {b.sample_name(0)}, {b.sample_name(last)}"
 
 
 @pytest.mark.slow

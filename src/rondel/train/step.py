@@ -492,7 +492,7 @@ class LocalTrainer:
             batch, weight_N = rest, weight_N[computed]
         score_N = torch.tensor([s.reward for s in batch.samples], dtype=torch.float32, device=device)
         guided_N = torch.tensor([s.guided for s in batch.samples], dtype=torch.bool, device=device)
-        faults: list[str] = []
+        faults: list[tuple[str, int]] = []  # (border, sample)
         done: list[int] = []
 
         def forward(packed: PackedBatch, is_last: bool) -> tuple[Tensor, Callable[[], None]]:
@@ -538,8 +538,8 @@ class LocalTrainer:
 
             def read() -> None:
                 found = _to_host(measured)  # the one time that the host waits for this micro-batch
-                faults.extend(_find_nonfinite("logprob", found.pop("logprobs"), batch, packed))
-                faults.extend(_find_nonfinite("ratio", found["ratio"], batch, packed))
+                faults.extend(_find_nonfinite("logprob", found.pop("logprobs"), packed))
+                faults.extend(_find_nonfinite("ratio", found["ratio"], packed))
                 if packed.idle:
                     return
                 done.extend(packed.samples)
@@ -576,8 +576,10 @@ class LocalTrainer:
         )
         self.ranks.run_passes(packs, forward, backward)
         # no rank leaves a pass that the others wait for
-        if told := [fault for found in self.ranks.all_gather_object(faults) for fault in found]:
-            raise NotFinite(told[0])
+        if told := {fault for found in self.ranks.all_gather_object(faults) for fault in found}:
+            border = min(border for border, _ in told)  # a ratio follows from log-probabilities
+            bad = sorted(i for where, i in told if where == border)
+            raise NotFinite(f"{border}: not finite for {_name_samples(batch, bad)}")
         self.ranks.exchange_tokens(batch, done, "trained")
 
 
@@ -756,13 +758,10 @@ def _all_finite(values: list[Any]) -> bool:
     return not given or bool(np.isfinite(np.concatenate([np.atleast_1d(value) for value in given])).all())
 
 
-def _find_nonfinite(border: str, values_M: Tensor, batch: TrainBatch, packed: PackedBatch) -> list[str]:
+def _find_nonfinite(border: str, values_M: Tensor, packed: PackedBatch) -> list[tuple[str, int]]:
+    """(border, sample) of each sample with such a value."""
     finite = torch.isfinite(values_M)
-    return (
-        []
-        if bool(finite.all())
-        else [f"{border}: not finite for {_name_samples(batch, packed.sample[~finite].unique().tolist())}"]
-    )
+    return [] if bool(finite.all()) else [(border, i) for i in packed.sample[~finite].unique().tolist()]
 
 
 def _name_samples(batch: TrainBatch, samples: Sequence[int]) -> str:
