@@ -97,6 +97,20 @@ def test_an_alarm_speaks_again_after_it_was_silent():
     assert len(warned(bad + calm + bad)) >= 2 and len(warned(bad)) == 1
 
 
+def test_steps_that_a_run_repeats_count_once():
+    """A run that goes back to its checkpoint every few steps says what one without interruption says, and no sooner."""
+    rows = run(2 * SPAN, form=0.01)
+    once, again = HackingMonitor(), HackingMonitor()
+    assert [once.check_step(step, row) for step, row in enumerate(rows)][-1], "the last row shows it"
+    told = []
+    for step, row in enumerate(rows[:-1]):
+        told += again.check_step(step, row)
+        if step % 5 == 4:
+            for back in range(step - 3, step + 1):
+                told += again.check_step(back, rows[back])
+    assert told == [] and list(again.rows) == rows[:-1] and again.check_step(2 * SPAN - 1, rows[-1])
+
+
 def test_too_few_steps_and_evaluations_say_nothing():
     assert warned(run(2 * SPAN - 1, form=0.01)) == [] and warned([{"eval/score": 0.1 * i} for i in range(40)]) == []
 

@@ -128,6 +128,18 @@ def test_nothing_is_said_where_who_is_late_earns_the_same():
     assert not bias.told
 
 
+def test_late_groups_of_repeated_steps_count_once():
+    plain, resumed = LateBias(), LateBias()
+    gaps = {step: {"loop/late_fraction": 0.5, "score/tail_reward_gap": -1.0 - 0.1 * step} for step in range(7)}
+    for step, row in gaps.items():
+        plain.write(step, row)
+        for bias, back in ((resumed, step - 1), (resumed, step)):
+            if back >= 0:
+                bias.write(back, gaps[back])
+                bias.write(back, {"eval/score": 0.5})
+    assert plain.gaps == resumed.gaps and len(plain.gaps) == 7 and not resumed.told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("retry", covering(["drop", "retry"], ["retry"]))  # what was dropped is nowhere
 def test_an_oversampled_run_resumes(tmp_path, retry):

@@ -337,16 +337,20 @@ class LateBias:
     STEPS, SIGMAS = 8, 3.0
 
     def __init__(self) -> None:
-        self.gaps: list[float] = []
+        self.gaps: dict[int, float] = {}  # by step
         self.told = False
 
     def write(self, step: int, row: dict[str, float]) -> None:
-        if not row.get("loop/late_fraction") or "score/tail_reward_gap" not in row or self.told:
+        """A step that is told again is repeated by a run that went back, and so is what followed it."""
+        if "score/tail_reward_gap" not in row:  # an evaluation, or a step of the warmup
             return
-        self.gaps.append(row["score/tail_reward_gap"])
+        self.gaps = {earlier: gap for earlier, gap in self.gaps.items() if earlier < step}
+        if not row.get("loop/late_fraction") or self.told:
+            return
+        self.gaps[step] = row["score/tail_reward_gap"]
         n = len(self.gaps)
-        mean = math.fsum(self.gaps) / n
-        error = math.sqrt(math.fsum((gap - mean) ** 2 for gap in self.gaps) / max(1, n - 1) / n)
+        mean = math.fsum(self.gaps.values()) / n
+        error = math.sqrt(math.fsum((gap - mean) ** 2 for gap in self.gaps.values()) / max(1, n - 1) / n)
         self.told = n >= self.STEPS and abs(mean) > self.SIGMAS * error
         if self.told:
             less = "less" if mean < 0 else "more"

@@ -68,20 +68,26 @@ def tail_repetition(tokens: Sequence[int], mask: Sequence[Any]) -> float | None:
 
 
 class HackingMonitor:
-    """A writer of rows: `StepMetrics(..., Hacking().write)`."""
+    """A writer of rows: `StepMetrics(..., Hacking().write)`. Of a run that goes back to a checkpoint, what it repeats
+    counts once.
+    """
 
     def __init__(self) -> None:
         self.rows: deque[dict[str, float]] = deque(maxlen=2 * SPAN)
+        self.steps: deque[int] = deque(maxlen=2 * SPAN)  # of these rows
         self.quiet: dict[str, int] = {}  # steps since an alarm was last true; not in it are those that never were
 
     def write(self, step: int, row: dict[str, float]) -> None:
-        for told in self.check_step(row):
+        for told in self.check_step(step, row):
             emit(Warned(told))
 
-    def check_step(self, row: dict[str, float]) -> list[str]:
+    def check_step(self, step: int, row: dict[str, float]) -> list[str]:
         """What to tell the user of this step, mostly nothing."""
         if "score/reward_mean" not in row:  # an evaluation, or a step of the warmup
             return []
+        while self.steps and self.steps[-1] >= step:
+            self.steps.pop(), self.rows.pop()
+        self.steps.append(step)
         self.rows.append(row)
         if len(self.rows) < 2 * SPAN:
             return []

@@ -86,7 +86,7 @@ def reward_hacking(story: Story) -> Iterator[Finding]:
     told: list[tuple[int, str]] = []
     ear = HackingMonitor()
     for done in story.steps:
-        told += [(done.number, text) for text in ear.check_step(dict(done.row))]
+        told += [(done.number, text) for text in ear.check_step(done.number, dict(done.row))]
     told = told or [(step, text) for step, text in story.said if text.startswith("the reward rose from")]
     if told:
         step, text = told[-1]
