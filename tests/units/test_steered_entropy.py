@@ -7,9 +7,11 @@ from __future__ import annotations
 import pytest
 
 from kits.train import awkward_groups, batch, model, row, step, trainer
+from rondel.algos.mixture import Mixture
 from rondel.assemble.rows import warn_of_entropy
 from rondel.core.errors import ConfigError
 from rondel.core.events import Warned, subscribe
+from rondel.train.adaptive_coefs import AdaptiveCoefs
 from rondel.train.checkpoint import load_trainer, save_trainer
 
 
@@ -67,3 +69,15 @@ def test_a_bonus_that_outweighs_the_loss_is_told(kind, coef, says):
     warn_of_entropy(row(kind, entropy={"coef": coef}))
     forget()
     assert len(heard) == bool(says) and all(says in text for text in heard)
+
+
+@pytest.mark.parametrize("steer", ["doubling", "proportional"])
+def test_a_coefficient_stays_where_a_step_has_no_sample_of_its_row(steer):
+    """All tasks of the step are of another source, so nothing is known of the KL."""
+    main = row("grpo", kl={"coef": 0.1, "target": 2.0, "steer": steer})
+    algo = Mixture(main, {"code": (row("rloo"), 1.0)})
+    b = batch(awkward_groups(), main)
+    for sample in b.samples:
+        sample.stream = "code"
+    coefs = AdaptiveCoefs()
+    assert coefs.update_coefs(b, algo, main) == {} and coefs.apply_coefs(main).kl.coef == 0.1

@@ -35,7 +35,7 @@ class Kl(Component):
     In the reward it is a cost that the token pays, r_t - coef·k(log pi_behavior - log pi_ref),
     and has no gradient of its own; a token is charged in one place only. In the advantage the token pays what it and
     those behind it cost, after any baseline: A_t
-    - sum_{j >= t} coef·k_j. With a target the coefficient follows the KL of the samples (see `steered`). `through`
+    - sum_{j >= t} coef·k_j. With a target the coefficient follows the KL of the samples (`next_coef`). `through`
     keeps the value of k1 or k3 and takes the gradient of k2, that of KL(policy
     || reference). `unbiased` multiplies by pi / pi_behavior, through which the gradient
     passes too (arXiv:2512.02556): value and
@@ -48,7 +48,7 @@ class Kl(Component):
     unbiased    weigh by policy / behavior
     target      nats of a whole sample that the coefficient is steered to, starting from coef; None keeps it
     steer       how the coefficient follows the target: proportional, or doubling, which doubles and halves it
-    horizon     over how many samples it may change by a fifth
+    horizon     over how many samples it may change by a fifth, which is also the most of one step
     clamp       the largest size of the estimate of one token, beyond which it has no gradient; None leaves it open
     """
 
@@ -143,8 +143,9 @@ class Kl(Component):
         return self.coef > 0 and self.target is not None
 
     def next_coef(self, measured: float, samples: int) -> float:
-        """coef·(1 + clip(measured/target - 1, ±0.2)·samples/horizon): what comes after a step
-        of so many samples.  arXiv:1909.08593.  By doubling: 2·coef where measured > 1.5·target, coef/2 where
+        """coef·(1 + clip(measured/target - 1, ±0.2)·min(1, samples/horizon)): what comes after a step
+        of so many samples.  arXiv:1909.08593, without the bound, beyond which one step of five horizons would end it at
+        or below 0.  By doubling: 2·coef where measured > 1.5·target, coef/2 where
         measured < target/1.5, else coef: PPO's rule, arXiv:1707.06347, which has it of KL(old || new).
 
         `measured` is the mean over samples of sum_t log pi_behavior - log pi_ref.
@@ -155,7 +156,7 @@ class Kl(Component):
             # bounded, for it doubles every step while the target is out of reach
             coef = self.coef * (2.0 if measured > 1.5 * self.target else 0.5 if measured < self.target / 1.5 else 1.0)
             return min(max(coef, 1e-9), LARGEST)
-        return self.coef * (1 + min(max(measured / self.target - 1, -0.2), 0.2) * samples / self.horizon)
+        return self.coef * (1 + min(max(measured / self.target - 1, -0.2), 0.2) * min(1.0, samples / self.horizon))
 
     def token_cost(self, behavior_T: Tensor, ref_T: Tensor) -> Tensor:
         """coef·k, what each token pays where the reward has it.  [T], [T] -> [T]."""

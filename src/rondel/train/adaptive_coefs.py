@@ -52,7 +52,7 @@ class AdaptiveCoefs:
         """
         own = next((share.samples for row, _, share in batch.split_by_row(algo) if row is main), [])
         told: dict[str, float] = {}
-        if main.kl.is_adaptive:
+        if main.kl.is_adaptive and own:
             told |= {"train/kl_coef": main.kl.coef, "train/kl_sample": (measured := kl_of_samples(TrainBatch(own)))}
             self.values["kl"] = main.kl.next_coef(measured, len(own))
         if main.entropy.is_adaptive and own:

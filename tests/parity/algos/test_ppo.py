@@ -164,6 +164,8 @@ def test_the_steered_coefficient():
     assert it.next_coef(6.0, 100) == pytest.approx(0.1) and it.next_coef(60.0, 100) == pytest.approx(0.102)
     assert it.next_coef(0.0, 100) == pytest.approx(0.098) and it.next_coef(6.6, 100) == pytest.approx(0.101)
     assert kl.Kl("k1", 0.1).next_coef(99.0, 100) == 0.1
+    few = kl.Kl("k1", 0.1, "reward", target=6.0, horizon=10)
+    assert few.next_coef(0.0, 100) == pytest.approx(0.08), "one step of ten horizons: never at or below 0"
 
 
 def test_whitening_is_that_of_the_step_and_total():
