@@ -7,11 +7,10 @@ import pytest
 
 from rondel.buffer.state import decode, encode
 from rondel.core.continuous_steps import ContinuousSteps
-from rondel.core.events import GroupsTaken
 from rondel.core.types import Completion, Group, Request, Sampling, Score, Task, Trajectory
 from rondel.generate.engine.resumption import join_completions
 from rondel.runtime.journal.store import groups_of, read_step, write_step
-from rondel.runtime.telemetry.metrics import from_taken
+from rondel.runtime.telemetry.reward_hacking import from_scored
 
 
 def steps(n: int, dim: int = 3, seed: int = 0) -> ContinuousSteps:
@@ -59,8 +58,8 @@ def test_spread_is_the_deviation_of_a_groups_points():
     group = Group(0, Task("t", "flow", {}), [flown(1) for _ in ends], 0)
     for t, end in zip(group.trajectories, ends):
         t.steps.rows[-1, 3:6] = end
-    assert from_taken(GroupsTaken(1, 0, [group]))["generate/spread"] == pytest.approx(2**0.5)
-    assert "generate/spread" not in from_taken(GroupsTaken(1, 0, [Group(0, group.task, [Trajectory()], 0)]))
+    assert from_scored([group])["generate/spread"] == pytest.approx(2**0.5)
+    assert "generate/spread" not in from_scored([Group(0, group.task, [Trajectory()], 0)])
 
 
 def test_pieces_of_a_sample_are_joined():

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.events import (
     Evaluated,
     Event,
@@ -386,20 +385,7 @@ def from_taken(taken: GroupsTaken) -> dict[str, float]:
         "loop/lag_max": max(lags),
         "loop/lag_limit": taken.limit,
         **histogram,
-        **_from_points(taken),
     }
-
-
-def _from_points(taken: GroupsTaken) -> dict[str, float]:
-    """How far apart the points lie that groups drew; nothing where they drew tokens or actions."""
-    spreads = []
-    for group in taken.groups:
-        found = [t.steps for t in group.policy_samples if isinstance(t.steps, ContinuousSteps)]
-        points = [] if group.supervised else [steps.drawn[-1] for steps in found if not steps.observed]
-        if len(points) > 1:
-            mean = sum(points) / len(points)
-            spreads.append(math.sqrt(sum(float(((p - mean) ** 2).sum()) for p in points) / len(points)))
-    return {"generate/spread": math.fsum(spreads) / len(spreads)} if spreads else {}
 
 
 def from_evaluation(event: Evaluated, *, main: bool) -> dict[str, float]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rondel.algos.tokens import repeated_fraction
+from rondel.core.continuous_steps import ContinuousSteps
 from rondel.core.events import Warned, emit
 from rondel.core.types import ATTEMPTS, SOLVED, Group, Score, Trajectory
 
@@ -38,12 +39,26 @@ def from_scored(groups: Iterable[Group]) -> dict[str, float]:
     texts = [t for t in firsts if t.steps is None]  # actions and points may well repeat themselves
     if shares := [share for t in texts if (share := tail_repetition(t.tokens, t.mask)) is not None]:
         row["generate/repetition"] = math.fsum(shares) / len(shares)
+    if spreads := [spread for group in groups if (spread := spread_of_points(group)) is not None]:
+        row["generate/spread"] = math.fsum(spreads) / len(spreads)
     parts: dict[str, list[float]] = {}
     for trajectory in (t for trajectories in scored for t in trajectories):
         assert isinstance(trajectory.score, Score)
         for name, value in trajectory.score.parts.items():
             parts.setdefault(name, []).append(value)
     return row | {f"score/part_{name}": math.fsum(values) / len(values) for name, values in parts.items()}
+
+
+def spread_of_points(group: Group) -> float | None:
+    """How far apart the points lie that a group drew: the root of their mean squared distance from their mean; None
+    where it drew tokens or actions, or one point.
+    """
+    found = [t.steps for t in group.policy_samples if isinstance(t.steps, ContinuousSteps)]
+    points = [steps.drawn[-1] for steps in found if not steps.observed]
+    if len(points) < 2:
+        return None
+    mean = sum(points) / len(points)
+    return math.sqrt(sum(float(((p - mean) ** 2).sum()) for p in points) / len(points))
 
 
 def length_correlation(groups: Sequence[Sequence[Trajectory]]) -> float | None:
