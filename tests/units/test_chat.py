@@ -333,6 +333,19 @@ def test_a_demonstration_is_what_the_template_writes_of_it(thinking, answer):
                 assert tok.decode(shown.tokens[len(prompt) :]) == f"{answer}{tok.eos_token}"
 
 
+@pytest.mark.parametrize("name", [*sorted({*TEMPLATES} - {"ending"}), "first", "always"])
+def test_a_demonstration_begins_as_the_answer_in_every_template(name):
+    """A space that the template writes begins the answer (DeepSeek V2), unless the tokenizer adds its own (Llama 2)."""
+    tok = tokenizer.__wrapped__(name) if name in TEMPLATES else spaced_tokenizer(name)
+    if name not in TEMPLATES:
+        tok.chat_template = TEMPLATES["alternating"]
+    task = Task("t/1", "single_turn", {"prompt": "3 + 4 =", "answer": "seven."})
+    messages = [{"role": "user", "content": "3 + 4 ="}, {"role": "assistant", "content": "seven."}]
+    whole = tok.apply_chat_template(messages, return_dict=False)
+    shown = asyncio.run(Demonstrate().run(task, chat(tok, Engine()))).tokens
+    assert shown == whole[: len(shown)]
+
+
 class Scripted:
     """One turn, whose gold reply is known."""
 

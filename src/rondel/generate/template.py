@@ -34,6 +34,7 @@ NAME = re.compile(r"[\w.:/-]{1,128}")  # of a tool; a policy may ask for one tha
 SYSTEM = {"role": "system", "content": "s"}  # given, so that no template injects its own
 USER = {"role": "user", "content": "u"}
 ASSISTANT = {"role": "assistant", "content": "a"}
+SPOKEN = {"role": "assistant", "content": "x7"}  # of a text that stands nowhere else
 DUMMIES: tuple[
     list[dict[str, Any]], ...
 ] = (  # some templates refuse a system, some two users in a row, some a tool's answer that nobody asked for
@@ -125,11 +126,18 @@ class Template:
 
     def encode_demonstration(self, context: Sequence[int], text: str, *, split: bool = True) -> list[int]:
         """Tokens of a reply that the policy learns to write, as the template writes an assistant's last turn: behind an
-        empty thought where the template puts one there and the reply has none of its own (Qwen3).
+        empty thought where the template puts one there and the reply has none of its own (Qwen3), or behind a space
+        (DeepSeek V2).
         """
         begins = self._reply_prefix
-        if not begins or begins.strip() in text or (THOUGHT_ENDS in begins and THOUGHT_ENDS in text):
+        if (
+            not begins
+            or (begins.strip() and begins.strip() in text)
+            or (THOUGHT_ENDS in begins and THOUGHT_ENDS in text)
+        ):
             return self.encode_reply(context, text, split=split)
+        if begins == " ":
+            return self.encode_reply(context, text if text[:1].isspace() else f" {text}", split=split)
         head = self._encode_text(begins)
         return head + self.encode_reply([*context, *head], text, split=split)
 
@@ -150,7 +158,13 @@ class Template:
 
     @cached_property
     def _reply_prefix(self) -> str:
-        """What the template writes there and more than space: "<think>\\n\\n</think>\\n\\n"; mostly ""."""
+        """What stands there before a demonstration: "<think>\\n\\n</think>\\n\\n", or the space that a tokenizer does not
+        add by itself; mostly "".
+        """
+        if self._leads_with_space:
+            said = self.render_opening([USER], remember=False), self._render_tokens([USER, SPOKEN], prompt=False)
+            words = self.special.encode_text("x7")
+            return "" if said[1][len(said[0]) :][: len(words)] == words else " "
         return self._written_before_reply if self._written_before_reply.strip() else ""
 
     @cached_property
@@ -160,7 +174,7 @@ class Template:
             return ""
         try:
             opening = self._render_text([USER], (), prompt=True)
-            whole = self._render_text([USER, {"role": "assistant", "content": "x7"}], ())
+            whole = self._render_text([USER, SPOKEN], ())
         except Exception:  # a template refuses what it does not know by raising whatever it likes
             return ""
         return whole.removeprefix(opening).partition("x7")[0] if whole.startswith(opening) else ""
