@@ -304,6 +304,13 @@ def test_movement_shows_while_a_long_generation_runs():
     assert "100 tokens/s" in watch(beats, terminal=True)
 
 
+def test_a_run_that_goes_back_begins_its_status_anew():
+    """A worker is lost while three groups of a step have finished and an evaluation is under way."""
+    lost = [*[GroupFinished(n, "t", 0, True, "", [1.0], [5]) for n in range(3)], Evaluating(2, "held_out", 3, 40)]
+    lines = watch([*lost, Resumed(1, 1, "checkpoints/step-000001"), Generating(8, 3, 100, 1.0)], every=0.0).splitlines()
+    assert lines[-1] == "... step 2/2: 100 tokens/s, 8 answers being written, 3 waiting, 0 groups finished"
+
+
 def test_an_evaluation_shows_how_far_it_is():
     """Also where the engine's heartbeat comes in between, until its last answer."""
     told = [Evaluating(1, "held_out", 3, 40), Generating(8, 3, 100, 1.0), Evaluating(1, "held_out", 40, 40)]

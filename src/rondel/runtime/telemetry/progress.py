@@ -109,7 +109,7 @@ class ProgressPrinter:
                 self.print_line(f"run folder {event.folder}", style="bold")
                 self.print_line(LEGEND, style="dim")
             case Resumed():
-                self._step = event.step
+                self._step, self._finished, self._evaluating = event.step, 0, None
                 self.print_line(f"resumed at step {event.step} from {event.checkpoint or 'the start'}", style="bold")
             case GroupFinished():
                 self._finished += 1
