@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import http.server
 import threading
+from contextlib import ExitStack
 
 import pytest
 
 from kits.runs import run
 from rondel.core.errors import ConfigError
 from rondel.core.events import Admitted, GroupFinished, GroupsTaken, StepDone, Warned, subscribe
-from rondel.core.types import Group, Score, Task, Trajectory
+from rondel.core.types import Group, PolicyFault, Score, Task, Trajectory
 from rondel.runtime.telemetry.otel import TraceExporter, traces_of
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
 ADDRESSES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
@@ -26,8 +30,6 @@ def nobody_asks(monkeypatch):
 
 
 def told(*events, exporter=None):
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
     memory = exporter or InMemorySpanExporter()
     traces = TraceExporter(memory, "runs/x", "tiny")
     for event in events:
@@ -93,7 +95,7 @@ def test_what_is_in_flight_at_the_end_is_told_as_unfinished():
 
 @pytest.mark.parametrize("how", ["raises", "says no"])
 def test_a_collector_that_fails_is_said_once_and_stops_nothing(how):
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+    from opentelemetry.sdk.trace.export import SpanExporter
 
     class Broken(SpanExporter):
         def export(self, spans):
@@ -114,6 +116,114 @@ def test_a_collector_that_fails_is_said_once_and_stops_nothing(how):
     finally:
         end()
     assert len(said) == 1 and "traces cannot be sent" in said[0].message
+
+
+class Slow(InMemorySpanExporter):
+    """A collector that takes a batch now and then."""
+
+    def __init__(self, fails=False):
+        super().__init__()
+        self.fails, self.tries, self.ended = fails, 0, threading.Event()
+
+    def export(self, spans):
+        self.tries += 1
+        self.ended.wait(0.05)
+        return SpanExportResult.FAILURE if self.fails else super().export(spans)
+
+    def shutdown(self):
+        self.ended.set()
+
+
+def group_of(number, answers, turns):
+    """A group whose answers have so many turns, each with a call of a tool; spans: 3 + answers · (1 + 2 · turns)."""
+    made = []
+    for _ in range(answers):
+        made.append(t := Trajectory(score=Score(1.0)))
+        t.extend([1, 2])
+        t.extend([3], logprobs=[-1.0], versions=[0])
+        t.laps += [
+            lap for i in range(turns) for lap in (("chat", 100.0 + i, 0.5, 2, 1), ("search", 100.5 + i, 0.5, 0, 0))
+        ]
+    return Group(number, Task(f"sum/{number}", "tools", {}), made, 0)
+
+
+@pytest.fixture
+def said():
+    found = []
+    end = subscribe(lambda event: found.append(event.message) if isinstance(event, Warned) else None)
+    yield found
+    end()
+
+
+def test_a_step_of_many_turns_arrives_whole_at_a_slow_collector(said):
+    """More spans at once than the SDK keeps by itself."""
+    groups, slow = [group_of(number, 16, 4) for number in range(32)], Slow()
+    traces = TraceExporter(slow, "runs/x", "tiny")
+    for group in groups:
+        traces.on_event(Admitted(group.id, group.task.id, 0))
+        traces.on_event(GroupFinished(group.id, group.task.id, 0, True, "", [1.0], [1]))
+    traces.on_event(GroupsTaken(1, 0, groups))
+    traces.close()
+    assert len(slow.get_finished_spans()) == 1 + 32 * (3 + 16 * 9) and said == []
+
+
+def test_spans_for_which_there_is_no_room_are_counted(said, monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "512")
+    slow = Slow()
+    traces = TraceExporter(slow, "runs/x", "tiny")
+    for number in range(1999):
+        traces.on_event(Admitted(number, "sum/1", 0))
+        traces.on_event(GroupFinished(number, "sum/1", 0, False, "unanimous", [], []))
+    traces.close()
+    [message], sent = said, len(slow.get_finished_spans())
+    assert sent < 2000 and f"{2000 - sent} of the 2000 spans" in message
+
+
+def test_a_collector_that_is_down_at_the_end_is_said_and_tried_once(said):
+    """And not at all where the batch before has failed."""
+    slow = Slow(fails=True)
+    traces = TraceExporter(slow, "runs/x", "tiny")
+    for number in range(399):
+        traces.on_event(Admitted(number, "sum/1", 0))
+        traces.on_event(GroupFinished(number, "sum/1", 0, False, "unanimous", [], []))
+    assert said == []
+    traces.close()
+    assert slow.tries == 1 and ["400 of the 400 spans" in message for message in said] == [True]
+    slow = Slow(fails=True)
+    traces = TraceExporter(slow, "runs/x", "tiny")
+    for number in range(2):
+        traces.on_event(Admitted(number, "sum/1", 0))
+        traces.on_event(GroupFinished(number, "sum/1", 0, False, "unanimous", [], []))
+        traces._provider.force_flush()
+    traces.close()
+    assert slow.tries == 2 and slow.ended.is_set(), "it was known before the end"
+
+
+def test_what_ended_in_an_error_has_its_status():
+    from opentelemetry.trace import StatusCode
+
+    group = group_of(7, 2, 1)
+    group.trajectories[1].outcome = PolicyFault("called a tool that is not there")
+    memory = InMemorySpanExporter()
+    traces = TraceExporter(memory, "runs/x", "tiny")
+    for event in (
+        Admitted(7, "sum/7", 0),
+        GroupFinished(7, "sum/7", 0, True, "", [1.0], [1]),
+        GroupsTaken(1, 0, [group]),
+    ):
+        traces.on_event(event)
+    with pytest.raises(RuntimeError), ExitStack() as ends:
+        ends.callback(traces.close)
+        raise RuntimeError("the disk is full")
+    spans = {span.name: span for span in memory.get_finished_spans()}
+    told = {name: (span.status.status_code, span.attributes.get("error.type")) for name, span in spans.items()}
+    assert told["trajectory 7.0"] == (StatusCode.UNSET, None)
+    assert told["trajectory 7.1"] == (StatusCode.ERROR, "PolicyFault") and told["run"] == (
+        StatusCode.ERROR,
+        "RuntimeError",
+    )
+    assert spans["run"].status.description == "the disk is full"
+    assert told["group"] == (StatusCode.UNSET, None)
 
 
 def test_nobody_asked_and_what_was_asked_wrongly(monkeypatch):

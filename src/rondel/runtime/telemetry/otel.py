@@ -9,14 +9,15 @@
 
 Names follow OpenTelemetry's conventions for generative AI where they have one (gen_ai.*);
 ours are rondel.*. Trajectories are told when they are trained; a group that was dropped has its
-verdict alone. What cannot be sent is lost, and said once.
+verdict alone. What ended in an error has its status and error.type. What cannot be sent is lost, and said.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,11 +36,12 @@ from rondel.core.events import (
     Warned,
     emit,
 )
-from rondel.core.types import Group, Trajectory
+from rondel.core.types import EnvFault, Group, PolicyFault, Trajectory
 
 INSTALL = 'pip install "rondel[observe]"'
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")  # OpenTelemetry's own contract
 NANO = 10**9
+QUEUE = 2**15  # spans that wait to be sent: a step brings those of all its trajectories at once
 Attributes = dict[str, Any]
 
 
@@ -85,15 +87,16 @@ class TraceExporter:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        self.lost = False
         self._said = False
+        self._ended = 0  # spans that are whole
         self.model = model
         self._groups: dict[int, tuple[Any, float]] = {}  # its span, and when its verdict came or 0
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": "rondel", "rondel.run.folder": folder})
         )
-        counted: Any = _Counted(exporter, self._mark_lost)  # an exporter in all but its class
-        self._provider.add_span_processor(BatchSpanProcessor(counted))
+        self._counted: Any = _Counted(exporter)  # an exporter in all but its class
+        queue = None if os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") else QUEUE
+        self._provider.add_span_processor(BatchSpanProcessor(self._counted, max_queue_size=queue))
         self._tracer = self._provider.get_tracer("rondel")
         self._run = self._tracer.start_span(
             "run",
@@ -129,7 +132,7 @@ class TraceExporter:
                 self._run.add_event("warning", {"rondel.message": event.message})
             case Resumed() | RunEnded():
                 self._end_open_groups(at)
-        if self.lost and not self._said:
+        if self._counted.failing and not self._said:
             self._said = True
             emit(
                 Warned(
@@ -139,8 +142,18 @@ class TraceExporter:
 
     def close(self) -> None:
         self._end_open_groups(now())
-        self._run.end(round(now() * NANO))
+        if (error := sys.exception()) is not None:  # of the run that ends here
+            _mark_error(self._run, type(error).__name__, str(error))
+        self._end_span(self._run, now())
+        self._counted.give_up_on_failure()
         self._provider.shutdown()
+        if (lost := self._ended - self._counted.sent) > 0 and not self._said:
+            emit(
+                Warned(
+                    f"{lost} of the {self._ended} spans of this run's traces were not sent: is a collector listening, and "
+                    "as fast as they come? OTEL_BSP_MAX_QUEUE_SIZE sets how many wait"
+                )
+            )
 
     # -- spans -----------------------------------------------------------------------------------
 
@@ -157,14 +170,14 @@ class TraceExporter:
         for name, seconds in laps.items():
             self._export_span(name, step, at, at + seconds, {"rondel.step": e.step})
             at += seconds
-        step.end(round(now * NANO))
+        self._end_span(step, now)
 
     def _export_verdict(self, e: GroupFinished, now: float) -> None:
         span, _ = self._groups[e.number]
         span.set_attributes(
             {"rondel.kept": e.kept, "rondel.reason": e.reason, "rondel.rewards": e.rewards, "rondel.lengths": e.lengths}
         )
-        span.end(round(now * NANO))
+        self._end_span(span, now)
         if e.kept:
             self._groups[e.number] = (span, now)
         else:
@@ -195,7 +208,10 @@ class TraceExporter:
             told["gen_ai.agent.name"] = t.agent
         if t.reward is not None:
             told["rondel.reward"] = t.reward
-        span = self._export_span(f"trajectory {name}", parent, began, ended, told)
+        span = self._start_span(f"trajectory {name}", parent, began, told)
+        if isinstance(t.outcome, EnvFault | PolicyFault):
+            _mark_error(span, type(t.outcome).__name__, t.outcome.reason)
+        self._end_span(span, ended)
         for what, at, seconds, read, written in t.laps:
             if what == "chat":
                 usage = {"gen_ai.usage.input_tokens": read, "gen_ai.usage.output_tokens": written}
@@ -213,36 +229,56 @@ class TraceExporter:
 
     def _export_span(self, name: str, parent: Any, began: float, ended: float, told: Attributes) -> Any:
         span = self._start_span(name, parent, began, told)
-        span.end(round(ended * NANO))
+        self._end_span(span, ended)
         return span
+
+    def _end_span(self, span: Any, at: float) -> None:
+        self._ended += 1
+        span.end(round(at * NANO))
 
     def _end_open_groups(self, now: float) -> None:
         """Groups in flight end here without a verdict."""
         for span, verdict in self._groups.values():
             if not verdict:
                 span.set_attribute("rondel.reason", "unfinished")
-                span.end(round(now * NANO))
+                self._end_span(span, now)
         self._groups.clear()
 
-    def _mark_lost(self) -> None:
-        self.lost = True
+
+def _mark_error(span: Any, kind: str, message: str) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    span.set_attribute("error.type", kind)
+    span.set_status(Status(StatusCode.ERROR, message))
 
 
 class _Counted:
-    """An exporter whose failures are noted. It runs in the SDK's thread, so it tells nobody."""
+    """An exporter that counts what was taken. It runs in the SDK's thread, so it tells nobody.
 
-    def __init__(self, exporter: Any, failed: Callable[[], None]) -> None:
-        self.exporter, self.failed = exporter, failed
+    sent     spans that a collector has
+    failing  whether the last batch could not be sent
+    """
 
-    def export(self, spans: Iterable[Any]) -> Any:
+    def __init__(self, exporter: Any) -> None:
+        self.exporter, self.sent, self.failing, self._last = exporter, 0, False, False
+
+    def give_up_on_failure(self) -> None:
+        """The run ends: what is left is tried once, and nothing where the batch before could not be sent."""
+        self._last = True
+        if self.failing:
+            self.exporter.shutdown()  # which does not wait for another try
+
+    def export(self, spans: Sequence[Any]) -> Any:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
+        if self.failing and self._last:
+            return SpanExportResult.FAILURE
         try:
             result = self.exporter.export(spans)
         except Exception:  # whatever a network or a collector does: the run does not depend on it
             result = SpanExportResult.FAILURE
-        if result is not SpanExportResult.SUCCESS:
-            self.failed()
+        self.failing = result is not SpanExportResult.SUCCESS
+        self.sent += 0 if self.failing else len(spans)
         return result
 
     def shutdown(self) -> None:
