@@ -12,6 +12,7 @@ from kits.fresh_rollouts import HONEST as FRESH
 from kits.run_folder import write_run
 from rondel.checks.audit import Rollout, audit_rollouts, find_hacks
 from rondel.cli import main
+from rondel.runtime.journal.store import read_step
 
 CODE = {
     "prompt": "Write a function square(x).",
@@ -211,6 +212,22 @@ def test_reward_against_the_group_and_over_steps():
     first = report.findings[0]
     assert (first.step, first.group, first.sample, first.reward, first.advantage) == (2, 2, 0, 1.0, 0.75)
     assert "cat answers.json" in first.quote
+
+
+def test_the_command_counts_the_steps_that_it_read(tmp_path, capsys):
+    """Steps of the supervised phase are none: their answers were copied, and nobody rewarded them."""
+    write_run(tmp_path)
+    job = tmp_path / "job.toml"
+    job.write_text(job.read_text().replace("[loop]\n", "[loop]\nwarmup = { steps = 2 }\n"))
+    for words, steps in (([], [3, 4]), (["--steps", "1:3"], [3])):
+        with pytest.raises(SystemExit):
+            main(["audit", str(tmp_path), *words, "--json"])
+        told = json.loads(capsys.readouterr().out)
+        assert told["steps"] == steps == [int(step) for step in told["rewards"]]
+        assert told["rollouts"] == sum(len(read_step(tmp_path, step)) for step in steps)
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(tmp_path), "--steps", "1:2"])
+    assert ended.value.code and "behind the supervised phase (steps 1 to 2); 3 to 4 are" in capsys.readouterr().err
 
 
 def test_the_command_reads_a_run(tmp_path, capsys):

@@ -238,3 +238,12 @@ def test_a_held_out_score_above_1_is_no_percentage(tmp_path):
     write(tmp_path, **fault | {"beside": lambda s: [e for e in above if e.step == s]})
     [found] = [f for f in diagnose.diagnose(tmp_path) if f.name == "overfit"]
     assert "held-out score 1.1 after step 8, 0.76 after step 24" in found.evidence
+
+
+def test_a_score_of_the_supervised_phase_is_no_sign_of_a_reward_learned_by_heart(tmp_path):
+    """It was the best in step 8 of ten that copied; a reward there was none."""
+    fault = FAULTS["held out falls, trained rises"][0]
+    write(tmp_path / "copied", **fault, job={"loop.warmup": {"steps": 10}})
+    write(tmp_path / "rewarded", **fault, job={"loop.warmup": {"steps": 8}})
+    told = {name: [f.name for f in diagnose.diagnose(tmp_path / name)] for name in ("copied", "rewarded")}
+    assert "overfit" not in told["copied"] and "overfit" in told["rewarded"]

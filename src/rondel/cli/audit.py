@@ -28,10 +28,12 @@ def run(
     Tests edited, checks patched, answers copied, judges addressed, several answers: each with the words that say so.
     """
     from rondel.checks.audit import audit_rollouts
+    from rondel.cli.view import supervised_steps
     from rondel.runtime.journal.store import stored_steps
     from rondel.text.unicode import write_json
 
-    chosen = _choose_steps(stored_steps(folder), steps, folder)
+    supervised = supervised_steps(Path(folder))
+    chosen = _choose_steps([step for step in stored_steps(folder) if step > supervised], steps, folder, supervised)
     report = audit_rollouts(_read_steps(Path(folder), chosen))
     if as_json:
         told = {"folder": folder, "steps": chosen, "rollouts": report.rollouts, "kinds": report.summary()}
@@ -43,9 +45,11 @@ def run(
         raise typer.Exit(1)
 
 
-def _choose_steps(stored: list[int], wanted: str, folder: str) -> list[int]:
+def _choose_steps(stored: list[int], wanted: str, folder: str, supervised: int) -> list[int]:
+    """`stored`: without the supervised phase: nobody was rewarded for it."""
+    behind = f" behind the supervised phase (steps 1 to {supervised})" if supervised else ""
     if not stored:
-        raise UserError(f"{folder} has no stored rollouts: name the folder of a run that has trained a step")
+        raise UserError(f"{folder} has no stored rollouts{behind}: name the folder of a run that has trained a step")
     if not wanted:
         return stored
     first, colon, last = wanted.partition(":")
@@ -55,25 +59,24 @@ def _choose_steps(stored: list[int], wanted: str, folder: str) -> list[int]:
         raise UserError(f"--steps {wanted}: write two numbers, --steps 10:20 say, or one") from error
     chosen = [step for step in stored if low <= step <= high]
     if not chosen:
-        raise UserError(f"--steps {wanted}: none of them is stored; {stored[0]} to {stored[-1]} are")
+        raise UserError(f"--steps {wanted}: none of them is stored{behind}; {stored[0]} to {stored[-1]} are")
     return chosen
 
 
 def _read_steps(folder: Path, steps: list[int]) -> Iterator[tuple[int, list[tuple[dict[str, Any], Any]]]]:
-    """Without the supervised phase and what was shown to the policy: nobody was rewarded for it."""
+    """Without what was shown to the policy: nobody was rewarded for it."""
     from rondel.checks.audit import Rollout
-    from rondel.cli.view import load_tokenizer, supervised_steps, token_pieces
+    from rondel.cli.view import load_tokenizer, token_pieces
     from rondel.core.types import DATA
     from rondel.runtime.journal.store import read_step
 
-    read_tokens, supervised = load_tokenizer(folder), supervised_steps(folder)
+    read_tokens = load_tokenizer(folder)
     for number, step in enumerate(steps, 1):
         if sys.stderr.isatty():
             end = "\n" if number == len(steps) else "\r"
             print(f"step {step}: {number} of {len(steps)}", end=end, file=sys.stderr, flush=True)
-        if step > supervised:
-            rows = [row for row in read_step(folder, step) if row["policy"] != DATA]
-            yield step, [(row, Rollout(token_pieces(row, read_tokens), row["task_data"])) for row in rows]
+        rows = [row for row in read_step(folder, step) if row["policy"] != DATA]
+        yield step, [(row, Rollout(token_pieces(row, read_tokens), row["task_data"])) for row in rows]
 
 
 def _print_report(folder: str, steps: list[int], report: Any, limit: int) -> None:

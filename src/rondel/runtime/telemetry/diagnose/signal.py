@@ -116,8 +116,8 @@ def length_bias(story: Story) -> Iterator[Finding]:
 
 
 def find_overfitting(story: Story) -> Iterator[Finding]:
-    """Held out worse, trained better."""
-    evals = [e for e in story.evals if e["profile"] == story.evals[0]["profile"]]
+    """Held out worse, trained better. What was evaluated within the supervised phase tells nothing of a reward."""
+    evals = [e for e in story.evals if e["profile"] == story.evals[0]["profile"] and e["step"] >= story.shown]
     if len(evals) < 2:
         return
     best, last = max(evals, key=lambda e: e["score"]), evals[-1]
