@@ -36,7 +36,7 @@ from kits.vision import EYES
 from kits.vision import model as looking
 from rondel.core.errors import EngineError, StalledError, SyncError
 from rondel.core.events import Synced, subscribe
-from rondel.core.types import Begin, Commit, Manifest, Route, TensorInfo
+from rondel.core.types import Abort, Begin, Commit, Manifest, Route, TensorInfo
 from rondel.generate.engine.server import broadcast
 from rondel.generate.engine.server.fields import RequestFields
 from rondel.models import names
@@ -322,6 +322,37 @@ def test_messages_repeated_or_missing(kind, tmp_path):
 
     asyncio.run(main())
     close(trainer, first)
+
+
+def test_an_update_that_nobody_ended_is_no_old_version_to_go_back_to(tmp_path):
+    """One wrote over the weights, and no word came that it is over; the next one, beside them, fails."""
+    trainer, e, _ = ends("ipc", tmp_path, tiny())
+
+    async def main():
+        before = await e.generate(ask(prompt(0, 16)))
+        trainer.train()
+        manifest = names.build_manifest(trainer.loaded.model, 1)
+        await e.receive(Begin(manifest))
+        await e.receive(Route("tensor", dict(names.named_weights(trainer.loaded.model))))
+        trainer.train()
+        manifest, route = await trainer.publish(await trainer.transport.plan_route(trainer, [e]))
+        await e.receive(Begin(manifest, beside=True))
+        assert (await e.status()).state == "refusing"
+        with pytest.raises(EngineError, match="an update that wrote over the weights was not ended"):
+            await e.generate(ask(prompt(0, 16)))
+        await e.receive(Abort("the trainer ended"))
+        with pytest.raises(EngineError, match="an update that wrote over the weights was not ended"):
+            await e.generate(ask(prompt(0, 16)))
+        for message in (Begin(manifest, beside=True), route, Commit(manifest.version, manifest.root)):
+            await e.receive(message)
+        after, true = (
+            await e.generate(ask(prompt(0, 16))),
+            await engine(twin(trainer.loaded)).generate(ask(prompt(0, 16))),
+        )
+        assert after.tokens == true.tokens != before.tokens
+
+    asyncio.run(main())
+    close(trainer, e)
 
 
 @pytest.mark.parametrize("kind", covering(BESIDE, ["delta"]))

@@ -175,6 +175,9 @@ class EngineUpdate:
         try:
             match message:
                 case Begin():
+                    if self.arrivals.is_overwriting:
+                        self.arrivals.drop_update()
+                        self.lifecycle.broken = "an update that wrote over the weights was not ended"
                     self.arrivals.begin_update(message, self.lifecycle.version)
                     self.serving.update_account()
                 case Route():
