@@ -5,6 +5,7 @@ goes on serving, or the engine refuses.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import gc
 import json
@@ -606,6 +607,21 @@ def test_a_run_that_was_rolled_back_reads_what_it_publishes(kind, tmp_path):
         assert from_disk.newest(tmp_path / "weights")[0].version == 13
     else:
         assert not list((tmp_path / "weights").glob(".*"))
+
+
+@pytest.mark.parametrize("kind", ["disk", "delta"])
+def test_a_version_that_could_not_be_written_is_not_in_the_way(kind, tmp_path):
+    """A disk that is full has no use for half of one."""
+    way, row = transport(kind, tmp_path, keep=3), {"a": torch.ones(1000)}
+    way.publish(Route(kind), 1, rows_of(row))
+
+    def stop_in_the_middle():
+        yield from rows_of(row)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(SyncError, match="the disk is full"):
+        way.publish(Route(kind), 2, stop_in_the_middle())
+    assert [int(p.name[2:]) for p in (tmp_path / "weights").iterdir()] == [1]
 
 
 # -- shared memory -----------------------------------------------------------------------------------

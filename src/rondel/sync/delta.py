@@ -25,7 +25,7 @@ from rondel.core.errors import SyncError, error_boundary
 from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.types import Manifest, Route
 from rondel.sync.from_disk import outdated_versions
-from rondel.system.files import guard_write, numbered_paths
+from rondel.system.files import drop_on_error, guard_write, numbered_paths
 
 PIECE = 1 << 18  # elements at a time: what is compared stays in the cache
 LEVEL = 1  # of zlib: 6 makes 7 % less of random positions and takes five times as long
@@ -100,7 +100,7 @@ class Delta:
         base = route.base if route.base == self._root else ""
         place, rows, last = self.folder / f"d-{version:06d}", [], {}
         draft = place.with_name(f".{place.name}.tmp")
-        with guard_write(place, error=SyncError):
+        with guard_write(place, error=SyncError), drop_on_error(draft):
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob(".d-*.tmp"):  # of a writer that died
                 left.unlink(missing_ok=True)

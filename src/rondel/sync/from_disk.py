@@ -24,7 +24,7 @@ from rondel.core.errors import SyncError, error_boundary
 from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.types import Manifest, Route, TensorInfo
 from rondel.sync.tensor_bytes import size_of
-from rondel.system.files import guard_write, numbered_paths
+from rondel.system.files import drop_on_error, guard_write, numbered_paths
 
 
 class FromDisk:
@@ -45,7 +45,7 @@ class FromDisk:
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:
         place = self.folder / f"v-{version:06d}"
         draft = place.with_name(f".{place.name}.tmp")
-        with guard_write(place, error=SyncError):
+        with guard_write(place, error=SyncError), drop_on_error(draft):
             for left in self.folder.glob(".v-*.tmp"):  # of a writer that died
                 shutil.rmtree(left, ignore_errors=True)
             draft.mkdir(parents=True)

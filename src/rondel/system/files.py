@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -61,6 +62,18 @@ def open_replacement(path: Path, wanted: int = 0, *, mode: int | None = None) ->
             raise error
     with guard_write(path):
         sync_folder(path.parent)
+
+
+@contextmanager
+def drop_on_error(draft: Path) -> Iterator[None]:
+    """A file or folder that is begun inside is gone if the block ends with an error: on a full disk it is in the way."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
 
 
 def write_text(path: str | Path, text: str) -> None:
