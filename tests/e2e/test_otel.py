@@ -74,6 +74,9 @@ def test_spans_stand_in_each_other_with_the_names_of_the_conventions():
     )
     assert (tool["gen_ai.operation.name"], tool["gen_ai.tool.name"]) == ("execute_tool", "search")
     assert spans["trajectory 7.0"].attributes["rondel.reward"] == 1.0
+    agent = spans["trajectory 7.0"].attributes
+    assert (agent["gen_ai.usage.input_tokens"], agent["gen_ai.usage.output_tokens"]) == (3, 2)
+    assert {told["gen_ai.provider.name"] for told in (chat, agent)} == {"rondel"}, "which the conventions require"
 
 
 def test_names_are_those_of_the_package_of_conventions():

@@ -41,6 +41,7 @@ from rondel.core.types import EnvFault, Group, PolicyFault, Trajectory
 INSTALL = 'pip install "rondel[observe]"'
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")  # OpenTelemetry's own contract
 NANO = 10**9
+PROVIDER = {"gen_ai.provider.name": "rondel"}  # every span of an operation must name one
 QUEUE = 2**15  # spans that wait to be sent: a step brings those of all its trajectories at once
 Attributes = dict[str, Any]
 
@@ -202,6 +203,7 @@ class TraceExporter:
         told: Attributes = {
             "gen_ai.operation.name": "invoke_agent", "gen_ai.conversation.id": name, "gen_ai.request.model": self.model,
             "gen_ai.response.finish_reasons": [t.finish_reason], "gen_ai.usage.output_tokens": t.written,
+            "gen_ai.usage.input_tokens": sum(lap[3] for lap in t.laps if lap[0] == "chat"), **PROVIDER,
             "rondel.turns": sum(lap[0] == "chat" for lap in t.laps), "rondel.outcome": type(t.outcome).__name__,
         }  # fmt: skip
         if t.agent:
@@ -214,7 +216,7 @@ class TraceExporter:
         self._end_span(span, ended)
         for what, at, seconds, read, written in t.laps:
             if what == "chat":
-                usage = {"gen_ai.usage.input_tokens": read, "gen_ai.usage.output_tokens": written}
+                usage = {"gen_ai.usage.input_tokens": read, "gen_ai.usage.output_tokens": written, **PROVIDER}
                 told = {"gen_ai.operation.name": "chat", "gen_ai.request.model": self.model, **usage}
             else:
                 told = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": what}
