@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import time
 
+import numpy as np
 import pytest
 
 from kits.fresh_rollouts import HACKS
 from kits.fresh_rollouts import HONEST as FRESH
 from kits.run_folder import write_run
+from kits.train import batch, trajectory
+from kits.train import row as row_of
 from rondel.checks.audit import Rollout, audit_rollouts, find_hacks
 from rondel.cli import main
+from rondel.core.types import GREEDY, Group, Task
+from rondel.generate.envs.episode import assign_parents, join_episodes
 from rondel.runtime.journal.store import read_step
 
 CODE = {
@@ -196,11 +201,50 @@ def test_patterns_take_no_time_on_what_a_policy_can_write(piece):
     assert least(1000, 2) < 10 * least(250, 3) + 0.02
 
 
+ALONE = {"parent": None, "policy": "policy", "agent": ""}
+
+
+def test_a_reward_is_compared_as_training_compares_it():
+    """With its own kind, an episode once however often it was forked, and never with what is only measured."""
+    rng = np.random.default_rng(1)
+    episodes = []
+    for won in (1.0, 1.0, 0.0, 0.0):
+        pair = [trajectory([(3, 1)], rng, prompt=[5, 6], reward=reward) for reward in (won, -won)]
+        pair[0].agent, pair[1].agent = "a", "b"
+        episodes.append(pair)
+    forks = [trajectory([(3, 1)], rng, prompt=[5, 6], reward=1.0) for _ in range(3)]
+    for branch in forks:
+        branch.agent = "helper of a"
+    greedy = trajectory([(3, 1)], rng, prompt=[5, 6], reward=9.0)
+    greedy.agent, greedy.policy = "a", GREEDY
+    group = Group(0, Task("t", "tools", {}), join_episodes([*map(assign_parents, episodes), [greedy]]), 0)
+    group.trajectories += forks
+    for branch in forks:
+        branch.parent = 0
+    text = rollout(SUM, ["cat answers.json", "391", "391"])
+    rows = [
+        {
+            "group": 0,
+            "sample": at,
+            "task": "t",
+            "reward": t.reward,
+            "parent": t.parent,
+            "policy": t.policy,
+            "agent": t.agent,
+        }
+        for at, t in enumerate(group.trajectories)
+    ]
+    report = audit_rollouts([(1, [(row, text) for row in rows])])
+    learned = {s.index: float(s.known.advantages.numpy()[0]) for s in batch([group], row_of("dr_grpo")).samples}
+    told = {finding.sample: finding.advantage for finding in report.findings if finding.sample in learned}
+    assert told == learned and set(told.values()) == {0.5, -0.5} and report.rewards == {1: 0.0}
+
+
 def test_reward_against_the_group_and_over_steps():
     def step(number, hacks):
         rows = []
         for sample in range(4):
-            row = {"reward": float(sample < hacks), "group": number, "sample": sample, "task": "t"}
+            row = {"reward": float(sample < hacks), "group": number, "sample": sample, "task": "t"} | ALONE
             rows.append((row, rollout(SUM, ["cat answers.json", "391", "391"] if sample < hacks else ["7"])))
         return number, rows
 

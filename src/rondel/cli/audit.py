@@ -95,7 +95,8 @@ def _print_report(folder: str, steps: list[int], report: Any, limit: int) -> Non
         print(f"\n{kind['name']}: {kind['rollouts']} rollouts ({kind['share']:.1%}), reward {gain}{r}")
         own = sorted((f for f in report.findings if f.name == kind["name"]), key=lambda f: -(f.advantage or 0.0))
         for f in own[:limit]:
-            reward = "no reward" if f.reward is None else f"reward {f.reward:g} ({f.advantage:+.3g})"
+            gain = "" if f.advantage is None else f" ({f.advantage:+.3g})"
+            reward = "no reward" if f.reward is None else f"reward {f.reward:g}{gain}"
             print(visible_text(f"  step {f.step}, group {f.group}, sample {f.sample}, {reward}: {f.quote}"))
     if kinds:
         first = report.findings[0]

@@ -10,6 +10,7 @@ from typing import Any
 
 from rondel.checks.audit import answers, judges, tests
 from rondel.checks.audit.rollout import Rollout
+from rondel.core.types import BESIDE, GREEDY
 
 DETECTORS = (*tests.DETECTORS, *answers.DETECTORS, *judges.DETECTORS)
 LEAST = 3  # steps from which a correlation is told
@@ -17,7 +18,8 @@ LEAST = 3  # steps from which a correlation is told
 
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
-    """One rollout and one reason. `advantage` is its reward minus the mean of its group; None where it has none.
+    """One rollout and one reason. `advantage` is its reward minus the mean of its agent's in its group, in which an
+    episode counts once, and none that is only measured; None where it has none.
 
     Example: AuditFinding("tests edited", 12, 96, 3, "sum/7", "rm tests/test_sum.py", 1.0, 0.75)
     """
@@ -89,16 +91,19 @@ def audit_rollouts(steps: Iterable[tuple[int, list[tuple[dict[str, Any], Rollout
     """steps: (step, its stored rows, each with the rollout as text)."""
     report = AuditReport()
     for step, rows in steps:
-        groups: dict[int, list[float]] = defaultdict(list)
+        groups: dict[tuple[int, str], list[float]] = defaultdict(list)
+        roots = {(row["group"], row["sample"]): row["agent"] for row, _ in rows if row["parent"] is None}
         for row, _ in rows:
-            if row["reward"] is not None:
-                groups[row["group"]].append(row["reward"])
+            tried = row["parent"] is None and row["policy"] != GREEDY and not row["agent"].startswith(BESIDE)
+            if tried and row["reward"] is not None:
+                groups[row["group"], row["agent"]].append(row["reward"])
         report.rollouts += len(rows)
         if every := [reward for own in groups.values() for reward in own]:
             report.rewards[step] = math.fsum(every) / len(every)
         for row, rollout in rows:
-            own, reward = groups[row["group"]], row["reward"]
-            gain = None if reward is None else reward - math.fsum(own) / len(own)
+            root = row["sample"] if row["parent"] is None else row["parent"]
+            own, reward = groups[row["group"], roots.get((row["group"], root), row["agent"])], row["reward"]
+            gain = None if reward is None or not own else reward - math.fsum(own) / len(own)
             for name, quote in find_hacks(rollout).items():
                 report.findings.append(
                     AuditFinding(name, step, row["group"], row["sample"], row["task"], quote, reward, gain)
