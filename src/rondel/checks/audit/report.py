@@ -92,17 +92,18 @@ def audit_rollouts(steps: Iterable[tuple[int, list[tuple[dict[str, Any], Rollout
     report = AuditReport()
     for step, rows in steps:
         groups: dict[tuple[int, str], list[float]] = defaultdict(list)
-        roots = {(row["group"], row["sample"]): row["agent"] for row, _ in rows if row["parent"] is None}
+        agents = {(row["group"], row["sample"]): row["agent"] or "" for row, _ in rows}
         for row, _ in rows:
-            tried = row["parent"] is None and row["policy"] != GREEDY and not row["agent"].startswith(BESIDE)
+            agent = agents[row["group"], row["sample"]]
+            tried = row["parent"] is None and row["policy"] != GREEDY and not agent.startswith(BESIDE)
             if tried and row["reward"] is not None:
-                groups[row["group"], row["agent"]].append(row["reward"])
+                groups[row["group"], agent].append(row["reward"])
         report.rollouts += len(rows)
         if every := [reward for own in groups.values() for reward in own]:
             report.rewards[step] = math.fsum(every) / len(every)
         for row, rollout in rows:
             root = row["sample"] if row["parent"] is None else row["parent"]
-            own, reward = groups[row["group"], roots.get((row["group"], root), row["agent"])], row["reward"]
+            own, reward = groups[row["group"], agents.get((row["group"], root), "")], row["reward"]
             gain = None if reward is None or not own else reward - math.fsum(own) / len(own)
             for name, quote in find_hacks(rollout).items():
                 report.findings.append(
