@@ -5,6 +5,7 @@ writes, and answered where the family answers.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 
@@ -12,7 +13,7 @@ import pytest
 
 from kits.chat import Engine, chat, tokenizer
 from rondel.core.types import Task
-from rondel.generate.calls import HERMES, JsonCalls, TaggedCalls, read_calls, read_off
+from rondel.generate.calls import HERMES, JsonCalls, TaggedCalls, read_calls, read_off, text_before_calls
 from rondel.generate.dialects import BracedCalls, ChannelCalls, KeyedCalls, PythonCalls, ToolCall
 from rondel.generate.envs.tools import Tools
 
@@ -292,6 +293,59 @@ def test_no_text_breaks_a_reader(form):
         for call in form.parse_calls(text):
             assert isinstance(call.name, str) and isinstance(call.arguments, dict) and isinstance(call.fault, str)
         assert 0 <= form.find_call_start(text) <= len(text)
+
+
+def _written(form, name, arguments):
+    """A call as the family's template writes it; `arguments`: texts."""
+    as_json = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    match form:
+        case JsonCalls():
+            return f"{form.opens}{'[' * (form.opens == '[TOOL_CALLS]')}{as_json}{']' * (form.opens == '[TOOL_CALLS]')}{form.closes}"
+        case TaggedCalls():
+            tags = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+            return f"<tool_call>\n<function={name}>\n{tags}</function>\n</tool_call>"
+        case KeyedCalls():
+            tags = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments.items())
+            return f"<tool_call>{name}\n{tags}</tool_call>"
+        case PythonCalls():
+            pairs = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
+            return f"<|tool_call_start|>[{name}({pairs})]<|tool_call_end|>"
+        case BracedCalls():
+            pairs = ",".join(f"{k}:{form.quote}{v}{form.quote}" for k, v in arguments.items())
+            return f"{form.opens}call:{name}{{{pairs}}}{form.closes}"
+    body = json.dumps(arguments, ensure_ascii=False)
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{body}<|call|>"
+
+
+MISTRAL = JsonCalls("[TOOL_CALLS]", "")
+OWN_ENDS = {"TaggedCalls": ["</parameter>"], "KeyedCalls": ["</arg_value>"], "BracedCalls": ['<|"|>']}
+OWN_ENDS["ChannelCalls"] = ["<|call|>", "<|message|>", "<|start|>", "<|end|>"]
+
+
+@pytest.mark.parametrize("form", [*ALL, MISTRAL, JsonCalls("", "")], ids=str)
+def test_a_mark_within_an_argument_belongs_to_the_argument(form):
+    """What a format can carry reads back: </think>, or the mark of a call, in an argument cut the call in two."""
+    rng = random.Random(5)
+    carried = [
+        one
+        for one in [*PIECES, "<think>", "</think>", "[TOOL_CALLS]"]
+        if one not in OWN_ENDS.get(type(form).__name__, [])
+    ]
+    tools = [{"name": "f", "parameters": {"properties": {k: {"type": "string"} for k in "ab"}}}]
+    for _ in range(400):
+        made = [
+            {k: "".join(rng.choices(carried, k=rng.randrange(9))) for k in "ab"} for _ in range(rng.choice((1, 1, 2)))
+        ]
+        if form == JsonCalls("", ""):
+            made = made[:1]
+        said = "".join(_written(form, "f", one) for one in made)
+        thought = rng.choice(["", "so.</think>\n", "<think>" + _written(form, "f", {"a": "no"}) + "</think>\n\n"])
+        if isinstance(form, ChannelCalls):  # its thoughts have a channel
+            thought = ""
+        if form == JsonCalls("", "") and thought.startswith("<think>"):
+            thought = "<think>no</think>"
+        assert read_calls(form, thought + said, tools) == [ToolCall("f", one) for one in made], thought + said
+        assert text_before_calls(form, thought + said) == thought.rstrip()
 
 
 @pytest.mark.slow

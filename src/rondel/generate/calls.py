@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -55,11 +56,51 @@ class JsonCalls:
         """The calls in what the policy wrote, in order; one that is begun and cannot be read is a call with a fault."""
         if not self.opens:
             begins = text.strip()
-            return self._read_objects(begins) if begins.startswith("{") and '"name"' in begins else []
-        calls: list[ToolCall] = []
-        for piece in text.split(self.opens)[1:]:
-            calls += self._read_objects(piece.split(self.closes)[0] if self.closes else piece)
-        return calls
+            return self._read_objects(begins)[0] if begins.startswith("{") and '"name"' in begins else []
+        return [call for _, _, calls in self._find_calls(text) for call in calls]
+
+    def find_call_spans(self, text: str) -> list[tuple[int, int]]:
+        """From where to where the calls stand that can be read."""
+        if self.opens:
+            found = self._find_calls(text)
+            return [(begin, end) for begin, end, calls in found if not any(call.fault for call in calls)]
+        spans: list[tuple[int, int]] = []
+        for begin in (0, *(found.end() for found in re.finditer(THOUGHT_ENDS, text))):
+            at = begin + len(text[begin:]) - len(text[begin:].lstrip())
+            if (not spans or at >= spans[-1][1]) and text.startswith('{"name"', at):
+                try:
+                    spans.append((at, json.JSONDecoder().raw_decode(text, at)[1]))
+                except (ValueError, RecursionError):
+                    continue
+        return spans
+
+    def _find_calls(self, text: str) -> Iterator[tuple[int, int, list[ToolCall]]]:
+        """Begin, end and calls of each piece behind a mark. A mark within a JSON string belongs to the string, unless
+        the piece cannot be read so.
+        """
+        at = 0
+        while (begin := text.find(self.opens, at)) >= 0:
+            body = begin + len(self.opens)
+            end = self._find_piece_end(text, body)
+            calls, length = self._read_objects(text[body:end])
+            if calls[0].fault and (first := self._find_mark(text, body)) < end:
+                end, (calls, length) = first, self._read_objects(text[body:first])
+            yield begin, body + length, calls
+            at = end
+
+    def _find_piece_end(self, text: str, at: int) -> int:
+        """The first mark outside of strings, or the end; the first mark at all where a string has no end."""
+        marks = "|".join(re.escape(mark) for mark in (self.opens, self.closes) if mark)
+        for token in re.compile(rf'"(?:[^"\\]|\\.)*+"|["\\]|{marks}', re.DOTALL).finditer(text, at):
+            if token.group() in (self.opens, self.closes):
+                return token.start()
+            if len(token.group()) == 1:
+                return self._find_mark(text, at)
+        return len(text)
+
+    def _find_mark(self, text: str, at: int) -> int:
+        found = (text.find(mark, at) for mark in (self.opens, self.closes) if mark)
+        return min((place for place in found if place >= 0), default=len(text))
 
     def find_call_start(self, text: str) -> int:
         """Where the first call begins; the text's length where there is none."""
@@ -68,17 +109,19 @@ class JsonCalls:
         at = text.find(self.opens)
         return len(text) if at < 0 else at
 
-    def _read_objects(self, text: str) -> list[ToolCall]:
+    def _read_objects(self, text: str) -> tuple[list[ToolCall], int]:
+        """The calls of a piece, and where the last one that could be read ends."""
         found: list[ToolCall] = []
-        text, at = text.strip(), 0
+        end = 0
+        text, at = text.rstrip(), len(text) - len(text.lstrip())
         while at < len(text) and (not found or text[at] in "{["):
             try:
                 value, end = json.JSONDecoder().raw_decode(text, at)
             except (ValueError, RecursionError) as error:
-                return [*found, ToolCall("", {}, f"the call is not valid JSON: {error}")]
+                return [*found, ToolCall("", {}, f"the call is not valid JSON: {error}")], end
             found += [self._parse_call(one) for one in (value if isinstance(value, list) else [value])]
             at = self.BETWEEN.match(text, end).end()  # type: ignore[union-attr]  # it matches nothing, too
-        return found or [ToolCall("", {}, "the call is empty")]
+        return found or [ToolCall("", {}, "the call is empty")], end
 
     def _parse_call(self, value: Any) -> ToolCall:
         if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
@@ -98,26 +141,35 @@ class TaggedCalls:
     """A tag for the function, and one for each of its arguments."""
 
     told, ends = False, ""
-    FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-    PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
+    FUNCTION = re.compile(r"<function=([^<>\n]+)>")
+    TAG = re.compile(r"<parameter=([^<>\n]+)>\n?|</function>")
 
     def parse_calls(self, text: str) -> list[ToolCall]:
-        """As JsonCalls.read."""
-        calls = [self._parse_call(name.strip(), body) for name, body in self.FUNCTION.findall(text)]
+        """As JsonCalls.parse_calls."""
+        calls = [call for _, _, call in self._find_calls(text)]
         return calls or ([ToolCall("", {}, "the call names no <function=...>")] if "<tool_call>" in text else [])
 
-    def _parse_call(self, name: str, body: str) -> ToolCall:
-        *pieces, rest = body.split("</parameter>")
-        if (tag := self.PARAMETER.search(rest)) is not None:
-            return ToolCall(name, {}, f"<parameter={tag.group(1)}> has no end: </parameter>")
-        found = {}
-        for piece in pieces:
-            if (tag := self.PARAMETER.search(piece)) is not None:
-                found[tag.group(1).strip()] = piece[tag.end() :].removesuffix("\n")
-        return untyped_call(name, found)
+    def find_call_spans(self, text: str) -> list[tuple[int, int]]:
+        """As JsonCalls.find_call_spans."""
+        return [(begin, end) for begin, end, call in self._find_calls(text) if not call.fault]
+
+    def _find_calls(self, text: str) -> Iterator[tuple[int, int, ToolCall]]:
+        """Begin, end and call of each function. A value may hold any tag but its own end."""
+        at = 0
+        while (function := self.FUNCTION.search(text, at)) is not None:
+            name, texts, fault, at = function.group(1).strip(), {}, "", function.end()
+            while (tag := self.TAG.search(text, at)) is not None and tag.group() != "</function>":
+                if (end := text.find("</parameter>", tag.end())) < 0:
+                    fault = f"<parameter={tag.group(1)}> has no end: </parameter>"
+                    break
+                texts[tag.group(1).strip()] = text[tag.end() : end].removesuffix("\n")
+                at = end + len("</parameter>")
+            end = text.find("</function>", at)
+            at = len(text) if end < 0 else end + len("</function>")
+            yield function.start(), at, ToolCall(name, {}, fault) if fault else untyped_call(name, texts)
 
     def find_call_start(self, text: str) -> int:
-        """As JsonCalls.begins."""
+        """As JsonCalls.find_call_start."""
         return min(at if at >= 0 else len(text) for at in (text.find("<tool_call>"), text.find("<function=")))
 
 
@@ -128,15 +180,27 @@ def read_calls(form: CallFormat, answer: str, tools: Sequence[dict[str, Any]] = 
     """The calls of an answer, decoded with its control tokens; what it only thought of is not asked for. `tools`: those
     that were offered, whose schemas say what is a number.
     """
-    found = [type_arguments(call, tools) for call in form.parse_calls(answer.rpartition(THOUGHT_ENDS)[2])]
+    found = [type_arguments(call, tools) for call in form.parse_calls(answer[_find_thought_end(form, answer) :])]
     # JSON may spell half a character
     return [ToolCall(valid_unicode(c.name), valid_unicode(c.arguments), valid_unicode(c.fault)) for c in found]
 
 
 def text_before_calls(form: CallFormat, answer: str) -> str:
     """What an answer that calls says before its first call, its thoughts included."""
-    thought = len(answer) - len(answer.rpartition(THOUGHT_ENDS)[2])
+    thought = _find_thought_end(form, answer)
     return answer[: thought + form.find_call_start(answer[thought:])].rstrip()
+
+
+def _find_thought_end(form: CallFormat, answer: str) -> int:
+    """Behind the last </think> that is not a part of a call's arguments; 0 where there is none."""
+    marks = [found.span() for found in re.finditer(THOUGHT_ENDS, answer)]
+    spans = form.find_call_spans(answer) if marks else []
+    begins = [begin for begin, _ in spans]
+    for at, end in reversed(marks):
+        before = bisect_right(begins, at) - 1
+        if before < 0 or spans[before][1] <= at:
+            return end
+    return 0
 
 
 HERMES = JsonCalls("<tool_call>", "</tool_call>", told=True)

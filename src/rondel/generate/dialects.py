@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -112,8 +112,15 @@ class KeyedCalls:
 
     def parse_calls(self, text: str) -> list[ToolCall]:
         """The calls in what the policy wrote, in order."""
-        calls: list[ToolCall] = []
-        inside, name, key, begins = "", "", "", 0
+        return [call for _, _, call in self._find_calls(text)]
+
+    def find_call_spans(self, text: str) -> list[tuple[int, int]]:
+        """From where to where the calls stand that can be read."""
+        return [(begin, end) for begin, end, call in self._find_calls(text) if not call.fault]
+
+    def _find_calls(self, text: str) -> list[tuple[int, int, ToolCall]]:
+        calls: list[tuple[int, int, ToolCall]] = []
+        inside, name, key, begins, opened = "", "", "", 0, 0
         texts: dict[str, str] = {}
         for tag in self.TAG.finditer(text):
             kind, piece = tag.group(), text[begins : tag.start()]
@@ -121,7 +128,7 @@ class KeyedCalls:
                 continue
             match inside, kind:
                 case "", "<tool_call>":
-                    inside, texts, key = "name", {}, ""
+                    inside, texts, key, opened = "name", {}, "", tag.start()
                 case "name", "<arg_key>" | "</tool_call>":
                     name = piece.strip()
                     inside = "key" if kind == "<arg_key>" else ""
@@ -138,21 +145,19 @@ class KeyedCalls:
                 case "", _:
                     continue
                 case _:
-                    calls.append(
-                        ToolCall(
-                            name if inside != "name" else piece.strip(),
-                            {},
-                            f"in the call {kind} stands where it cannot",
-                        )
-                    )
+                    said = name if inside != "name" else piece.strip()
+                    fault = f"in the call {kind} stands where it cannot"
+                    calls.append((opened, tag.start(), ToolCall(said, {}, fault)))
                     inside = "name" if kind == "<tool_call>" else ""
-                    begins, texts = tag.end(), {}
+                    begins, texts, opened = tag.end(), {}, tag.start()
                     continue
             if kind == "</tool_call>":
-                calls.append(untyped_call(name, texts) if name else ToolCall("", {}, "the call names no function"))
+                call = untyped_call(name, texts) if name else ToolCall("", {}, "the call names no function")
+                calls.append((opened, tag.end(), call))
             begins = tag.end()
         if inside:
-            calls.append(ToolCall(name if inside != "name" else "", {}, "the call has no end: </tool_call>"))
+            said = name if inside != "name" else ""
+            calls.append((opened, len(text), ToolCall(said, {}, "the call has no end: </tool_call>")))
         return calls
 
     def find_call_start(self, text: str) -> int:
@@ -277,16 +282,23 @@ class ScannedCalls:
 
     def parse_calls(self, text: str) -> list[ToolCall]:
         """The calls in what the policy wrote, in order."""
-        calls: list[ToolCall] = []
+        return [call for _, _, calls in self._find_calls(text) for call in calls]
+
+    def find_call_spans(self, text: str) -> list[tuple[int, int]]:
+        """From where to where the calls stand that can be read."""
+        found = self._find_calls(text)
+        return [(begin, end) for begin, end, calls in found if not any(call.fault for call in calls)]
+
+    def _find_calls(self, text: str) -> Iterator[tuple[int, int, list[ToolCall]]]:
         scan = ValueScanner(text, quote=self.quote)
         while (begin := text.find(self.opens, scan.at)) >= 0:
-            scan.at = begin + len(self.opens)
+            scan.at, calls = begin + len(self.opens), []
             try:
-                calls += self._parse_calls(scan)
+                calls = self._parse_calls(scan)
                 scan.expect_mark(self.closes)
             except UnreadValue as error:
-                calls.append(ToolCall("", {}, f"the call cannot be read: {error}"))
-        return calls
+                calls = [*calls, ToolCall("", {}, f"the call cannot be read: {error}")]
+            yield begin, scan.at, calls
 
     def find_call_start(self, text: str) -> int:
         """Where the first call begins; the text's length where there is none."""
@@ -348,6 +360,10 @@ class ChannelCalls:
     def parse_calls(self, text: str) -> list[ToolCall]:
         """The calls in what the policy wrote, in order."""
         return [call for _, call in self._find_calls(text)]
+
+    def find_call_spans(self, text: str) -> list[tuple[int, int]]:
+        """The whole text: channels tell thoughts from calls, and no mark within a message does."""
+        return [(0, len(text))]
 
     def find_call_start(self, text: str) -> int:
         """Where the message of the first call begins; the text's length where there is none."""
