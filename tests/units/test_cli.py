@@ -231,6 +231,13 @@ def test_eval_takes_no_word_without_effect(rondel, monkeypatch, tmp_path):
     for words, why in {
         ("--loop.steps=3",): "--loop.steps=3 has no effect on an evaluation",
         ("--trainer.lr=1e-3", "--rates", out): "--trainer.lr=0.001 has no effect",
+        ("--algo.kind=dapo",): "--algo.kind=dapo has no effect on an evaluation",
+        ("--algo.group_size=4", "--rates", out): "--algo.group_size=4 has no effect on an evaluation",
+        ("--task.filters=[]",): "--task.filters=[] has no effect on an evaluation",
+        ("--task.eval.every=2",): "--task.eval.every=2 has no effect on an evaluation",
+        ("--policies.judge.lr=1e-3",): "--policies.judge.lr=0.001 has no effect on an evaluation",
+        ("--engine.speculative.lr=0",): "--engine.speculative.lr=0 has no effect on an evaluation",
+        ("--task.eval.samples=3", "--rates", out): "--task.eval.samples=3 has no effect with --rates",
         ("--samples", "4"): "--samples 4 belongs to --rates FILE; --draws 4",
         ("--rates", out, "--json", "--n", "3"): "--n, --json with --rates",
     }.items():

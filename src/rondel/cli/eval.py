@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import time
 import tomllib
@@ -65,7 +66,7 @@ def run(
     if not 1 <= len(names) <= 2:
         raise UserError(f"give a model or run, then at most one recipe; {len(names)} were given: {', '.join(names)}")
     model, recipe = names[0], (names[1] if len(names) > 1 else "")
-    _refuse_ineffective(overrides)
+    _refuse_ineffective(overrides, rates=bool(rates))
     if rates:
         asked = {"--n": n, "--draws": draws, "--k": k, "--set": sets, "--report": report, "--json": as_json}
         if idle := [name for name, given in asked.items() if given]:
@@ -101,14 +102,24 @@ def run(
         print(f"\nreport  {page}")
 
 
-def _refuse_ineffective(overrides: dict[str, Any]) -> None:
-    """Of the sections that only training reads."""
-    for name in overrides:
-        section = name.partition(".")[0]
-        if section in ("trainer", "sync", "run") or (section == "loop" and name != "loop.seed"):
+TRAINING_ONLY = re.compile(
+    r"(algo|trainer|sync|run)\.|loop\.(?!seed$)|task\.(curriculum|filters)\b|task\.eval\.every$"
+    r"|policies\.[^.]+\.(lr|clip|epochs|frozen)$|engine\.speculative\.lr$"
+)
+
+
+def _refuse_ineffective(overrides: dict[str, Any], *, rates: bool) -> None:
+    """Keys that only training reads, and those of held-out sets where none is evaluated."""
+    for name, value in overrides.items():
+        if TRAINING_ONLY.match(name):
             raise UserError(
-                f"--{name}={overrides[name]} has no effect on an evaluation, which trains nothing: leave it out. "
-                "It reads model, task, engine, place and loop.seed"
+                f"--{name}={value} has no effect on an evaluation, which trains nothing: leave it out. "
+                "It reads model, task, engine, place and loop.seed, and of those no key that is for training alone"
+            )
+        if rates and name.startswith("task.eval."):
+            raise UserError(
+                f"--{name}={value} has no effect with --rates, which tries training tasks with engine.sampling and "
+                "evaluates no held-out set. Leave out one of both"
             )
 
 
