@@ -44,7 +44,7 @@ from rondel.models.indexer import check_indexers, install_indexers
 from rondel.models.kept_inputs import install_kept_inputs
 from rondel.models.latent_attention import check_up_projections, install_latent_attention
 from rondel.models.layer_halves import install_layer_halves
-from rondel.models.load_check import PARITY, check_loaded, packed_attention
+from rondel.models.load_check import PARITY, check_loaded, packed_attention, refuse_weights_not_finite
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.model_folder import model_folder
 from rondel.models.model_type import model_type_of
@@ -58,7 +58,7 @@ from rondel.models.rotary import install_rotary
 from rondel.models.routing_tape import RoutingTape, expert_count, fill_hash_routers, install_routing_tape
 from rondel.models.step_head import StepHead
 from rondel.models.vision_families import FAMILIES
-from rondel.system.whole_checkpoint import load_pretrained, tell_layers_left_out
+from rondel.system.whole_checkpoint import load_pretrained, refuse_unreadable_files, tell_layers_left_out
 
 MOST_UNASKED = 200_000_000  # parameters of a random model whose table gives no size
 
@@ -128,6 +128,7 @@ def load_model(
         path = str(local.resolve()) if local.exists() else path
     _store_weights(model, name, device, four_bits)
     model = model.to(device).eval()
+    refuse_weights_not_finite(name, model.named_parameters())
     projections, routers, indexers, recurrent, compressed = _install(model)
     check_up_projections(model, name, projections)
     check_compressors(model, name)
@@ -165,6 +166,8 @@ def _read_folder(
 ) -> tuple[Any, Any, ImageProcessorConfig | None]:
     """-> model, tokenizer, how it looks at images"""
     folder = model_folder(path)
+    if Path(folder).is_dir():
+        refuse_unreadable_files(path, Path(folder))
     with error_boundary(ModelError, f"loading the model '{path}'"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         refuse_architecture(config)
@@ -304,6 +307,8 @@ def _load_step_model(path: str | dict[str, Any], head: type[StepHead], dtype: st
 def _load_deferred(path: str, dtype: torch.dtype, device: str, trust_remote_code: bool) -> LoadedModel | None:
     """Everything but the weights; None where they can only be loaded whole."""
     folder = model_folder(path)
+    if Path(folder).is_dir():
+        refuse_unreadable_files(path, Path(folder))
     with error_boundary(ModelError, f"loading the model '{path}'"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         refuse_architecture(config)

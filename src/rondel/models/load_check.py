@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,27 @@ from rondel.models.fp32_sums import StreamProbe, keep_fp32_stream, keeps_fp32_st
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.image_features import VisionFeatures
 from rondel.models.key_choice import IndexedTokens
+from rondel.models.names import is_finite
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recurrent.state_count import StateCount
 from rondel.models.routing_tape import RoutingTape, use_tape
 
 # mean logprob difference to the model's own attention
 PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
+
+
+def refuse_weights_not_finite(name: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """ModelError that names the first weight with NaN or infinity: every answer that meets it is lost."""
+    for key, weight in weights:
+        if not weight.is_floating_point() or not weight.numel():
+            continue
+        ends = torch.stack(weight.aminmax()) if weight.itemsize > 1 else weight  # one pass, and NaN comes through
+        if not bool(is_finite(ends).all()):
+            finite = is_finite(weight)
+            raise ModelError(
+                f"'{name}': {int((~finite).sum())} of {weight.numel()} numbers of {key} are not finite. Its file is "
+                "damaged or its training diverged: fetch it again, or take an earlier checkpoint"
+            )
 
 
 def check_loaded(
@@ -102,6 +118,11 @@ def check_attention(
     _refuse_silent_layers(model.config, name, layout, recurrent)
     if keeps_fp32_stream(model) and not stream.is_fp32:
         raise ModelError(f"'{name}' ({model.config.model_type}): its layers round a residual stream that is fp32")
+    if not all(bool(logprobs.isfinite().all()) for logprobs in own):
+        raise ModelError(
+            f"'{name}' ({model.config.model_type}): its logits are not finite in {str(model.dtype).removeprefix('torch.')}, "
+            "though its weights are: something overflows. Load it in bfloat16 or float32, or take another checkpoint"
+        )
     gap = float((packed - torch.cat(own)).abs().mean())
     if not gap <= tolerance:
         raise ModelError(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from rondel.core.errors import ModelError
 from rondel.core.events import Warned, emit
@@ -13,10 +17,17 @@ LAYER = re.compile(r"(.*\b(?:layers|blocks|h))\.(\d+)\.")
 
 
 def load_pretrained(cls: Any, name: str, **how: Any) -> Any:
-    """`cls.from_pretrained(**how)`. ModelError where the checkpoint lacks a weight of the model: transformers draws it at
-    random and goes on. Layers that it has beyond the model's are told. `name` for its messages.
+    """`cls.from_pretrained(**how)`. ModelError where the checkpoint lacks a weight of the model or has it in another
+    shape: transformers draws it at random and goes on. Layers that it has beyond the model's are told. `name` for its
+    messages.
     """
-    model, report = cls.from_pretrained(**how, output_loading_info=True)
+    model, report = cls.from_pretrained(**how, output_loading_info=True, ignore_mismatched_sizes=True)
+    if odd := sorted(report["mismatched_keys"]):
+        weight, stored, wanted = odd[0]
+        raise ModelError(
+            f"'{name}' holds {weight} as {list(stored)}, and its config.json makes it {list(wanted)} ({len(odd)} of its "
+            "weights differ so): put the config.json back that it was saved with, or fetch its files again"
+        )
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"'{name}' lacks {len(missing)} of the weights of a {type(model).__name__}, first {missing[0]}, which would "
@@ -24,6 +35,36 @@ def load_pretrained(cls: Any, name: str, **how: Any) -> Any:
         )
     tell_layers_left_out(name, model.config, (key for key, _ in model.named_parameters()), report["unexpected_keys"])
     return model
+
+
+def refuse_unreadable_files(name: str, folder: Path) -> None:
+    """ModelError that names the file of a checkpoint which is cut off, no JSON, or not there though the index names
+    it.
+    """
+    for path in sorted(folder.glob("*.json")):
+        try:
+            read = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ModelError(f"'{name}': {path} is no whole JSON file ({error}): copy or fetch it again") from error
+        if not path.name.endswith(".safetensors.index.json"):
+            continue
+        stored = read.get("weight_map") if isinstance(read, dict) else None
+        if not isinstance(stored, dict):
+            raise ModelError(f"'{name}': {path} has no \"weight_map\": copy or fetch it again")
+        if lost := sorted({str(file) for file in stored.values() if not (folder / str(file)).is_file()}):
+            raise ModelError(
+                f"'{name}': {path.name} names {lost[0]}, which is not in {folder} ({len(lost)} files lack): copy or "
+                "fetch what lacks"
+            )
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except Exception as error:
+            raise ModelError(
+                f"'{name}': {path} is no whole safetensors file ({path.stat().st_size} bytes; {error}): copy or fetch it "
+                "again"
+            ) from error
 
 
 def tell_layers_left_out(name: str, config: Any, taken: Iterable[str], left: Iterable[str]) -> None:
