@@ -11,6 +11,7 @@ import json
 import random
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx2
 import numpy as np
@@ -19,7 +20,9 @@ import torch
 from PIL import Image as Pillow
 from torch import distributed as dist
 
+from kits.fakes import Heard
 from rondel.core.errors import ConfigError, EngineError, StalledError, SyncError, UserError
+from rondel.core.events import Warned
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import Abort, Begin, Commit, Manifest, Request, Route, Sampling, TensorInfo
 from rondel.generate.engine.foreign import DrawnTokens, ForeignEngine
@@ -31,6 +34,7 @@ from rondel.generate.engine.sglang import sampling_params as sglang_params
 from rondel.generate.engine.vllm import VllmServer
 from rondel.generate.engine.vllm import drawn_tokens as vllm_piece
 from rondel.sync.to_servers import ToServers
+from rondel.sync.update import EngineMessages
 from rondel.system.sockets import gloo_at
 
 
@@ -259,6 +263,27 @@ def test_what_cannot_be_true_is_said():
         with pytest.raises(StalledError, match=r"waits for fake since 0\.02 s; it had written"):
             await e.generate(slow)
         assert e.gate.drawing == 0
+
+    asyncio.run(work())
+
+
+def test_a_drain_that_takes_long_is_told_with_the_server_and_its_requests():
+    """Nothing was said until the update was given up, and then neither the server nor that answers ran."""
+
+    async def work():
+        e, fake = engine(patience=0.05)
+        fake.link = SimpleNamespace(url="http://there:8000")
+        never = [asyncio.create_task(e.generate(ask(10**9, key=key))) for key in range(2)]
+        for _ in range(8):
+            await asyncio.sleep(0)
+        with Heard(Warned) as heard, pytest.raises(StalledError) as stalled:
+            await EngineMessages(0.2, "drain").pause([e], [])
+        assert "engine 0: no answer to a pause for 0.2 s, and 2 requests still run" in str(stalled.value)
+        assert "2 requests that fake at http://there:8000 still answers" in heard[0].message
+        for task in never:
+            task.cancel()
+        await asyncio.gather(*never, return_exceptions=True)
+        assert e.state == "serving" and e.gate.drawing == 0
 
     asyncio.run(work())
 

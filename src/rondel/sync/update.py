@@ -119,7 +119,16 @@ class EngineMessages:
                 failed[0].result()
             if late:
                 names = ", ".join(sorted(tasks[task] for task in late))
-                raise stalled_error(f"{names}: no answer to {what} for {self.deadline:g} s; the update is aborted")
+                runs = [status.running for status in before or () if isinstance(status, EngineStatus)]
+                still = (
+                    f", and {sum(runs)} requests still run of which none has ended meanwhile: see what the server does "
+                    "with them, or take loop.in_flight = 'hold', which interrupts them"
+                    if any(runs)
+                    else ""
+                )
+                raise stalled_error(
+                    f"{names}: no answer to {what} for {self.deadline:g} s{still}; the update is aborted"
+                )
         finally:
             for task in tasks:
                 task.cancel()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from rondel.core.errors import EngineError, SyncError, UserError
-from rondel.core.events import stalled_error
+from rondel.core.events import Warned, emit, stalled_error
 from rondel.core.media import ImagePlaceholder
 from rondel.core.protocols import Interrupt, Tags
 from rondel.core.types import (
@@ -254,6 +254,7 @@ class ForeignEngine:
         """
         if how not in get_args(Interrupt):
             raise UserError(f"pause('{how}'): it is one of {', '.join(get_args(Interrupt))}")
+        began = time.perf_counter()
         await self.gate.close(abort=how == "abort")
         try:
             async with asyncio.timeout(None if how == "drain" else min(lease, self.patience)):
@@ -261,12 +262,21 @@ class ForeignEngine:
                     if how != "drain":
                         self.gate.cuts += 1
                         await self.server.interrupt()
-                    await self.gate.wait_until_idle(None if how == "drain" else AGAIN)
+                    await self.gate.wait_until_idle(self.patience / 10 if how == "drain" else AGAIN)
+                    if how == "drain" and self.gate.drawing:
+                        waited = time.perf_counter() - began
+                        emit(
+                            Warned(
+                                f"new weights have waited {waited:.0f} s for {self.gate.drawing} requests that "
+                                f"{self._server_name} still answers (in_flight = 'drain'); 'hold' interrupts them, and "
+                                "they go on under the new weights"
+                            )
+                        )
         except BaseException as error:
             await self.resume()
             if isinstance(error, TimeoutError):
                 raise stalled_error(
-                    f"{self.gate.drawing} requests at {self.server.name} have not come back from a {how} for "
+                    f"{self.gate.drawing} requests at {self._server_name} have not come back from a {how} for "
                     f"{min(lease, self.patience):g} s"
                 ) from error
             raise
