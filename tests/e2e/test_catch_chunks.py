@@ -227,6 +227,7 @@ def test_what_it_renders_is_where_ball_and_paddle_are() -> None:
         ({"model__path": {"random": "flow_policy"}}, "task.env.frames is of flow_vla"),
         ({"model__path": {"random": "mlp_policy"}}, "task.env.frames is of flow_vla"),
         ({"task__env__expert": ""}, "name a controller in task.env.expert"),
+        ({"engine__sampling__max_tokens": 5}, "engine.sampling.max_tokens has no effect"),
         ({"task__env__actions": "tokens"}, "instruction is of actions"),
     ],
 )  # fmt: skip

@@ -5,6 +5,7 @@ token, and what has not been carried over yet.
 from __future__ import annotations
 
 from rondel.assemble.rows import AlgorithmRows
+from rondel.core.config.engine import SamplingConfig
 from rondel.core.config.environment import ENV_TABLES
 from rondel.core.config.job import Job
 from rondel.core.config.section import split_kind
@@ -140,6 +141,12 @@ def refuse_control_job(job: Job, rows: AlgorithmRows, sampling: Sampling) -> Non
         pays,
         *cut,
         (not job.task.episode.budget.model_fields_set, "task.env.budget counts text: set task.env.turns"),
+        (
+            kind != "control"
+            or job.engine.sampling.max_tokens in (1, SamplingConfig.model_fields["max_tokens"].default),
+            "engine.sampling.max_tokens has no effect, for it draws one action or chunk at a time: leave it out. "
+            "task.env.turns says how long an episode may be",
+        ),
         (
             job.task.system is None or reads_pictures(job.model.path),
             "task.system is text, and this one reads numbers: leave it out",
