@@ -452,15 +452,15 @@ CASES: dict[str, tuple[Words, str]] = {
     "a page into a folder that is not there": (command("view", "{finished}", "--html", "{folder}/a/b.html"), "there is no such file or folder: correct the path"),
     # -- models ------------------------------------------------------------------------------------------
     "a model without a config": (model({"config.json": None}), "no config.json in it"),
-    "a model whose config is noise": (model({"config.json": b"noise"}), "is not a valid JSON file"),
+    "a model whose config is noise": (model({"config.json": b"noise"}), "config.json is no whole JSON file"),
     "a model whose config is a list": (model({"config.json": b"[]"}), "loading the model"),
     "a model of no layers": (model({"config.json": config(num_hidden_layers=0)}), "num_hidden_layers = 0 cannot be made"),
     "a model of heads that do not divide": (model({"config.json": config(num_key_value_heads=3)}), "num_key_value_heads = 3"),
     "a model of a type that nobody knows": (model({"config.json": config(model_type="lama")}), "lama"),
     "a model without weights": (model({"model.safetensors": None}), "no file named model.safetensors"),
-    "a model of torn weights": (model({"model.safetensors": b"torn"}), "loading the model"),
+    "a model of torn weights": (model({"model.safetensors": b"torn"}), "model.safetensors is no whole safetensors file (4 bytes"),
     "a model without a tokenizer": (model({"tokenizer.json": None, "tokenizer_config.json": None}), "loading the"),
-    "a model whose tokenizer is noise": (model({"tokenizer.json": b"noise"}), "loading the"),
+    "a model whose tokenizer is noise": (model({"tokenizer.json": b"noise"}), "tokenizer.json is no whole JSON file"),
     "a GGUF that is not there": (recipe("--model.path=/nowhere/x.gguf"), "no GGUF file at /nowhere/x.gguf"),
     "a model of another dtype": (recipe("--model.dtype=fp8"), "model.dtype = 'fp8'"),
     # -- other commands ----------------------------------------------------------------------------------
