@@ -322,7 +322,7 @@ OWN_ENDS = {"TaggedCalls": ["</parameter>"], "KeyedCalls": ["</arg_value>"], "Br
 OWN_ENDS["ChannelCalls"] = ["<|call|>", "<|message|>", "<|start|>", "<|end|>"]
 
 
-@pytest.mark.parametrize("form", [*ALL, MISTRAL, JsonCalls("", "")], ids=str)
+@pytest.mark.parametrize("form", [*ALL, MISTRAL, JsonCalls("", "")], ids=lambda form: type(form).__name__)
 def test_a_mark_within_an_argument_belongs_to_the_argument(form):
     """What a format can carry reads back: </think>, or the mark of a call, in an argument cut the call in two."""
     rng = random.Random(5)
