@@ -147,15 +147,19 @@ def test_a_damaged_file_is_named(tmp_path):
         path.write_bytes(whole[path])
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_weight_that_is_not_finite_is_named(tmp_path, value):
+def test_a_weight_that_is_not_finite_is_named(tmp_path, value, deferred):
     """Of a row that no probe meets, too: a server said ok and refused every request that met it."""
     model = tiny()
     with torch.no_grad():
         model.model.get_input_embeddings().weight[-1, 0] = value
     save_model(model, tmp_path)
     with pytest.raises(ModelError, match=r"1 of \d+ numbers of model.embed_tokens.weight are not finite"):
-        load_model(str(tmp_path), dtype="float32")
+        loaded = load_model(str(tmp_path), dtype="float32", deferred=deferred)
+        assert loaded.weights is not None  # checked as they are read
+        for name, weight in loaded.model.named_parameters():
+            loaded.weights.read(name, weight.shape, weight.dtype)
 
 
 def test_weights_that_overflow_say_so(tmp_path):
