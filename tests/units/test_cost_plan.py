@@ -11,9 +11,10 @@ import pytest
 from rondel.core.row_split import PRODUCTS, deal_row
 from rondel.planner import cost, layout, split, traffic
 from rondel.planner.hardware import GB, find_hardware
+from rondel.planner.memory import memory_bills
 from rondel.planner.overlap import best_engine_devices
 from rondel.planner.shapes import model_shape
-from rondel.planner.workload import OtherPolicy, Workload, what_if
+from rondel.planner.workload import OtherPolicy, Workload, of_job, what_if
 
 
 def test_generation_of_a_long_step():
@@ -62,6 +63,21 @@ def test_an_engine_has_the_cache_of_its_own_policy():
     for size in ("0.6b", "32b"):
         beside = replace(setting, policies=(OtherPolicy("b", model_shape(size)),))
         assert cost.decode_concurrency(beside) == cost.decode_concurrency(setting)
+
+
+def test_an_adapter_looks_once_more_where_the_reference_is_its_base(tmp_path):
+    """2N a token, by its own weights: none are added to the bill."""
+    from kits.runs import tiny
+
+    adapter = {"kind": "lora", "rank": 4}
+    plain, pulled = (
+        of_job(tiny(tmp_path, model__adapter=adapter, algo__kl={"kind": "k3", "coef": coef})) for coef in (0.0, 0.1)
+    )
+    more = cost.tokens_seconds(pulled) - cost.tokens_seconds(plain)
+    own = cost.forward_flops(plain.shape, plain.prompt + plain.mean) * plain.packed_tokens
+    rate = plain.train_devices * plain.hardware.flops * plain.hardware.efficiency * 2 / plain.width
+    assert more == pytest.approx(own / rate)
+    assert [bill.rows for bill in memory_bills(pulled)] == [bill.rows for bill in memory_bills(plain)]
 
 
 def test_training_is_six_or_eight_n_a_token():

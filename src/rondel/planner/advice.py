@@ -63,7 +63,7 @@ def suggest_changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
     if not setting.rank:
         yield (
             'model.adapter = { kind = "lora", rank = 16 }: trains few numbers',
-            replace(setting, rank=16, reference=None),
+            replace(setting, rank=16, reference=None, base_reference=setting.reference is not None),
         )
     elif not setting.four_bits and not setting.shape.experts:
         yield (

@@ -239,12 +239,13 @@ def tokens_seconds(setting: Workload) -> float:
     own, passes = forward_flops(setting.shape, context), setting.epochs
     each = own * ((3 - (1 if setting.rank else 0)) * passes + (1 if setting.proximal else 0))
     each += passes * recomputed_flops(setting.shape, context, setting.recompute)
-    for other, times in ((setting.reference, 1), (setting.teacher, 1), (setting.critic, 1 + 3 * passes)):
+    reference = setting.shape if setting.base_reference else setting.reference
+    for other, times in ((reference, 1), (setting.teacher, 1), (setting.critic, 1 + 3 * passes)):
         each += times * forward_flops(other, context) if other is not None else 0
     reward = forward_flops(setting.reward, context) * setting.new_tokens if setting.reward is not None else 0
     flops = setting.train_devices * setting.hardware.flops * setting.hardware.efficiency * 2 / setting.width
     looks = setting.prompts * (
-        (3 if setting.tower else 1) * passes + (1 if setting.proximal else 0) + (1 if setting.reference else 0)
+        (3 if setting.tower else 1) * passes + (1 if setting.proximal else 0) + (1 if reference else 0)
     )
     looking = look_seconds(setting, looks, setting.train_devices, setting.hardware.efficiency)
     return (each * setting.packed_tokens + reward) / flops + looking

@@ -57,6 +57,7 @@ class Workload:
               `output` and on average `mean` tokens
     micro     tokens of one forward and backward pass;  running: requests decoded together by one engine
     others    models beside the policy: reference, reward model, teacher, critic, by name
+    base_reference  the reference is the policy without its adapter: a pass, and no weights of its own
     width     bytes of a weight that computes; packed_width: of a copy for products (models/linear.py)
     widened   products are computed in fp32 and rounded: a CPU without those of 16 bits. Copies for oneDNN are in fp32
               then, panels of bfloat16 on a CPU with AVX2 alone are not
@@ -117,6 +118,7 @@ class Workload:
     host_optimizer: bool = False
     optimizer: str = "adamw"
     reference: ModelShape | None = None
+    base_reference: bool = False
     reward: ModelShape | None = None
     teacher: ModelShape | None = None
     teachers: int = 1
@@ -340,6 +342,7 @@ def of_job(job: Job, device: str = "") -> Workload:
         host_optimizer=job.trainer.memory.optimizer == "host",
         optimizer=job.trainer.optimizer.kind,
         reference=model if wants_reference and adapter.kind == "off" else None,
+        base_reference=wants_reference and adapter.kind != "off",
         teacher=max(
             (of_recipe(t.path, hub_cache()) for t in job.model.teachers if t.path is not None),
             key=lambda s: s.parameter_count,
