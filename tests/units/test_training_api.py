@@ -492,6 +492,21 @@ def test_wrong_kinds_are_refused_and_not_sent_again(tmp_path):
         assert client.post("/api/v1/create_session", json={}, headers={"x-api-key": "tml-o"}).status_code == 401
 
 
+def test_half_a_character_is_refused_wherever_it_is_and_a_whole_pair_is_read(tmp_path):
+    """As an escape, in a name or deep inside, and in bytes that are no UTF-8; numbers that are no numbers stay."""
+    halves = (
+        b'{"\\ud83d": 1}',
+        b'{"a": [NaN, {"b": "\\uDE00"}]}',
+        b'{"a": "\\ude00\\ud83d"}',
+        b'{"a": "\xed\xa0\x80"}',
+    )
+    wholes = (b'{"a": [NaN, "\\ud83d\\ude00"]}', b'{"a": "\\\\ud83d"}', '{"a": "😀"}'.encode(), b"\xef\xbb\xbf{}")
+    with served(CountingBackend(), tmp_path) as client:
+        for body in (*halves, *wholes):
+            reply = client.post("/api/v1/create_session", content=body)
+            assert reply.status_code == (400 if body in halves else 200), (body, reply.text)
+
+
 def test_sparse_tensors_of_a_request_have_one_limit():
     csr = encode_message([(1, b""), (2, bytes(8 * 4097)), (3, b"")])
     tensor = encode_message([(2, csr), (3, 1), (4, packed_varints([4096, 4096]))])

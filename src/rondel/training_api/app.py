@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
@@ -24,6 +23,7 @@ from starlette.routing import Route
 from rondel.core.errors import RondelError, UserError
 from rondel.system.http.request import keys_match, read_body
 from rondel.system.http.response import RequestRefusal
+from rondel.text.unicode import HALF_PAIR, valid_unicode
 from rondel.training_api import rest
 from rondel.training_api.backend import Adam, TrainingBackend
 from rondel.training_api.clients import OPTIMIZER, Clients
@@ -43,7 +43,6 @@ SAMPLES = 128  # answers of one request
 POLL = 25.0  # seconds that a client waits for one answer; it gives up after 45
 PREFIX = "/api/v1"
 
-HALF = re.compile("[\ud800-\udfff]")
 WORDS: dict[type, str] = {str: "a text", int: "a number", dict: "an object", bool: "true or false"}
 KINDS: dict[type, tuple[str, ...]] = {
     str: ("model_id", "session_id", "path", "model_path", "base_model", "source_path", "tinker_path", "kind",
@@ -174,12 +173,14 @@ def _parse_json(body: bytes) -> dict[str, Any]:
     if not body:
         return {}
     try:
-        sent = json.loads(body)
+        text = body.decode("utf-8-sig")
+        sent = json.loads(text)
+        whole = not HALF_PAIR.search(text) or valid_unicode(sent) == sent
     except (ValueError, RecursionError) as error:
         raise UserError(f"the request is no JSON: {error}") from error
     if not isinstance(sent, dict):
         raise UserError("the request is no JSON object")
-    if HALF.search(json.dumps(sent, ensure_ascii=False)):
+    if not whole:
         raise UserError("the request has a text with half a character in it (a lone surrogate): it cannot be written")
     _check_kinds(sent)
     return sent
