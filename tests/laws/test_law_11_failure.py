@@ -39,7 +39,7 @@ FAULTS = {
 
 @pytest.mark.slow
 def test_no_fault_becomes_a_number_and_the_next_call_is_served(theirs):
-    with RewardPool("theirs:reward", timeout=0.6) as pool:
+    with RewardPool("theirs:reward", timeout=3.0) as pool:
         for code, reason in FAULTS.items():
             result = asyncio.run(pool.score(Trajectory(text=code), TASK))
             assert isinstance(result, Failed) and result.reason == reason, (code, result)
