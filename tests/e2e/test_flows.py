@@ -281,6 +281,10 @@ def test_digits_are_drawn_and_shown(tmp_path, capsys):
         ({"model__dtype": "bfloat16"}, "need float32"),
         ({"task__reward": {"kind": "near", "points": [[0.0], [1.0, 2.0]]}}, "equal length"),
         ({"task__data__args": {"moods": 3}}, "moods"),
+        (
+            {"model__path": {"random": "flow_mlp", "dim": 3}},
+            "'ring' have 2 numbers, and the flow of model.path draws 3",
+        ),
     ],
 )
 def test_what_is_about_tokens_is_refused(tmp_path, changes, why):

@@ -33,7 +33,13 @@ from rondel.assemble.refusals import (
 from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of, warn_of_entropy
 from rondel.assemble.run_components import Components
 from rondel.assemble.shots import play_shots
-from rondel.assemble.step_refusals import refuse_block_job, refuse_control_job, refuse_flow_job, refuse_world_model
+from rondel.assemble.step_refusals import (
+    refuse_block_job,
+    refuse_control_job,
+    refuse_flow_job,
+    refuse_other_points,
+    refuse_world_model,
+)
 from rondel.assemble.world_sizes import with_world_sizes
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
 from rondel.core.config.environment import ENV_TABLES
@@ -612,6 +618,7 @@ def check_encoded_tasks(
     everything = all_tasks(tasks, shown)
     refuse_idle_split(everything, known.tokenizer)
     refuse_deaf_template(env, known.tokenizer)
+    refuse_other_points(everything, known.point_size)
     if told := read_as_text(everything, known.tokenizer):
         emit(Warned(told))
     return longest_conversation(job, tasks, env, known, sampling, shots)

@@ -29,6 +29,7 @@ class ModelInfo:
     arithmetic: dict[str, str] = field(default_factory=dict)  # what its last bits depend on (assemble/arithmetic.py)
     told_experts: RoutedExperts | None = None  # how a server tells its routes; None where it cannot
     stop_ids: frozenset[int] = frozenset()  # tokens at which its answers end
+    point_size: int = 0  # numbers of a point that it draws, if it draws points
 
     @property
     def weight_bytes(self) -> int:
@@ -49,4 +50,5 @@ class ModelInfo:
             arithmetic_of(loaded.device, threads, has_loops=not isinstance(loaded.head, StepHead)),
             RoutedExperts.of_model(loaded) if loaded.routers else None,
             loaded.stop_ids,
+            loaded.head.point_size if isinstance(loaded.head, StepHead) else 0,
         )

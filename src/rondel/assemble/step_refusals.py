@@ -10,14 +10,15 @@ from rondel.core.config.environment import ENV_TABLES
 from rondel.core.config.job import Job
 from rondel.core.config.section import split_kind
 from rondel.core.config.task import TaskConfig
-from rondel.core.errors import ConfigError, ModelError, UserError
+from rondel.core.errors import ConfigError, DataError, ModelError, UserError
 from rondel.core.mesh import AXES
 from rondel.core.transitions import OBSERVED, PREDICTED
-from rondel.core.types import Sampling
+from rondel.core.types import Sampling, Task
 from rondel.generate.engine.blocks.block_sequence import WHAT as BLOCKS
 from rondel.generate.engine.control.action_request import WHAT as ACTIONS
 from rondel.generate.engine.flow.chain import WHAT as POINTS
 from rondel.generate.engine.stepwise.answer import refuse_sampling
+from rondel.generate.envs.points import find_points
 from rondel.models.block_diffusion.settings import has_blocks
 from rondel.models.control.kinds import (
     FLOW_POLICY,
@@ -220,6 +221,18 @@ def _time_limit_rules(job: Job, rows: AlgorithmRows) -> Rules:
         (not any(row.mask_truncated for row in rows.all_rows), f"algo.mask_truncated {why}"),
         ("truncated" not in filters, f'the filter "truncated" {why}'),
     ]
+
+
+def refuse_other_points(tasks: list[Task], drawn: int) -> None:
+    """Points to learn from of another size than those that the policy draws."""
+    sets = {repr(told): told for task in tasks if isinstance(told := task.data.get("points"), dict)} if drawn else {}
+    for told in sets.values():
+        found = {own.shape[1] for own in find_points(told["name"], told["args"]).values()}
+        if odd := found - {drawn}:
+            raise DataError(
+                f"points of '{told['name']}' have {min(odd)} numbers, and the flow of model.path draws {drawn}: give it "
+                "as many (`dim`; of a video frames, height, width and channels), or take other points"
+            )
 
 
 def writes_actions(job: Job) -> bool:

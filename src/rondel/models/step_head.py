@@ -52,6 +52,11 @@ class StepHead:
         )
 
     @property
+    def point_size(self) -> int:
+        """Numbers of a point that it draws as an answer; 0 where it draws actions."""
+        return 0
+
+    @property
     def step_tokens(self) -> int:
         """Tokens that a module reads of one step: 1 unless it cuts a point into patches."""
         return 1

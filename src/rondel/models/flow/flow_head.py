@@ -67,6 +67,10 @@ class FlowHead(StepHead):
         """D of its points."""
         return int(self.model.config.dim)
 
+    @property
+    def point_size(self) -> int:
+        return self.dim
+
     def velocity(self, x: Tensor, sigma: Tensor, steps: PackedSteps) -> Tensor:
         """[M, D], [M] -> [M, D], under the prompts of these steps."""
         found: Tensor = self.model.forward(x, sigma, self._conditions(steps))
