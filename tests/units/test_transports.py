@@ -915,6 +915,9 @@ def test_who_does_not_know_the_key_is_told_nothing_and_a_silent_rank_is_named():
             dict(
                 FromTcp(deadline=0.3).receive(replace(route, data=replace(route.data, segments=(quiet,))), manifest, {})
             )
+    nowhere = replace(address, host="a" * 64)  # of which the library raises what is no error of a connection
+    with pytest.raises(UnicodeError, match="label"):
+        dict(FromTcp().receive(replace(route, data=replace(route.data, segments=(nowhere,))), manifest, {}))
     sender.close()
     with pytest.raises(SyncError, match="refused"):
         dict(FromTcp().receive(route, manifest, {}))

@@ -245,9 +245,11 @@ class FromIpc:
                 return segment
         if self.named and not self._segments:
             reap_segments()
-        self._segments.append(SharedSegment(named=self.named))
-        assert self._segments[-1].lock()
-        return self._segments[-1]
+        fresh = SharedSegment(named=self.named)
+        self._segments.append(fresh)
+        if not fresh.lock():
+            raise SyncError(f"shared memory segment {fresh.number} is new, and another process holds its lock")
+        return fresh
 
     def send(self, route: Route, weights: Tensors) -> None: ...
 

@@ -274,6 +274,8 @@ class _Source:
             self.arrival.fail(StalledError(f"an engine receives weights: no answer of {where} for {self.deadline:g} s"))
         except (OSError, SyncError) as error:
             self.arrival.fail(SyncError(f"an engine receives weights from {where}: {error}"))
+        except Exception as error:  # who waits hears of whatever ends this thread
+            self.arrival.fail(error)
         finally:
             self.targets = {}
 

@@ -203,8 +203,8 @@ class TraceExporter:
         told: Attributes = {
             "gen_ai.operation.name": "invoke_agent", "gen_ai.conversation.id": name, "gen_ai.request.model": self.model,
             "gen_ai.response.finish_reasons": [t.finish_reason], "gen_ai.usage.output_tokens": t.written,
-            "gen_ai.usage.input_tokens": sum(lap[3] for lap in t.laps if lap[0] == "chat"), **PROVIDER,
-            "rondel.turns": sum(lap[0] == "chat" for lap in t.laps), "rondel.outcome": type(t.outcome).__name__,
+            "gen_ai.usage.input_tokens": sum(lap[3] for lap in t.laps), **PROVIDER,
+            "rondel.turns": sum(lap[3] > 0 for lap in t.laps), "rondel.outcome": type(t.outcome).__name__,
         }  # fmt: skip
         if t.agent:
             told["gen_ai.agent.name"] = t.agent
@@ -215,12 +215,12 @@ class TraceExporter:
             _mark_error(span, type(t.outcome).__name__, t.outcome.reason)
         self._end_span(span, ended)
         for what, at, seconds, read, written in t.laps:
-            if what == "chat":
+            if read:  # a turn of the policy; a tool, which may be named "chat", reads no tokens
                 usage = {"gen_ai.usage.input_tokens": read, "gen_ai.usage.output_tokens": written, **PROVIDER}
                 told = {"gen_ai.operation.name": "chat", "gen_ai.request.model": self.model, **usage}
             else:
                 told = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": what}
-            self._export_span("chat" if what == "chat" else f"execute_tool {what}", span, at, at + seconds, told)
+            self._export_span("chat" if read else f"execute_tool {what}", span, at, at + seconds, told)
 
     def _start_span(self, name: str, parent: Any, at: float, told: Attributes) -> Any:
         from opentelemetry.trace import set_span_in_context
