@@ -92,7 +92,8 @@ def _print_report(folder: str, steps: list[int], report: Any, limit: int) -> Non
             if kind["correlation"] is None
             else f", its share correlates with the reward over steps at {kind['correlation']:+.2f}"
         )
-        print(f"\n{kind['name']}: {kind['rollouts']} rollouts ({kind['share']:.1%}), reward {gain}{r}")
+        n = kind["rollouts"]
+        print(f"\n{kind['name']}: {n} rollout{'s' * (n != 1)} ({kind['share']:.1%}), reward {gain}{r}")
         own = sorted((f for f in report.findings if f.name == kind["name"]), key=lambda f: -(f.advantage or 0.0))
         for f in own[:limit]:
             gain = "" if f.advantage is None else f" ({f.advantage:+.3g})"
