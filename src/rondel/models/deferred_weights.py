@@ -24,7 +24,6 @@ from transformers.utils import cached_file
 
 from rondel.core.errors import ModelError
 from rondel.models import names
-from rondel.models.load_check import refuse_weights_not_finite
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls what needs no scale
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -83,7 +82,7 @@ class DeferredWeights:
                 f"{self._files[name]} holds {name} as {list(tensor.shape)}, and the model's config makes it "
                 f"{list(shape)}: one of the two is of another model"
             )
-        refuse_weights_not_finite(self._files[name], [(name, tensor)])
+        names.refuse_weights_not_finite(self._files[name], [(name, tensor)])
         return tensor
 
     def fill_buffers(self, model: nn.Module) -> None:

@@ -44,10 +44,11 @@ from rondel.models.indexer import check_indexers, install_indexers
 from rondel.models.kept_inputs import install_kept_inputs
 from rondel.models.latent_attention import check_up_projections, install_latent_attention
 from rondel.models.layer_halves import install_layer_halves
-from rondel.models.load_check import PARITY, check_loaded, packed_attention, refuse_weights_not_finite
+from rondel.models.load_check import PARITY, check_loaded, packed_attention
 from rondel.models.loaded_model import LoadedModel
 from rondel.models.model_folder import model_folder
 from rondel.models.model_type import model_type_of
+from rondel.models.names import refuse_weights_not_finite
 from rondel.models.native_library import chosen_library
 from rondel.models.query_scale import install_query_scale
 from rondel.models.random_model import random_config, random_tokenizer

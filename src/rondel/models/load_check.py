@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -18,27 +17,12 @@ from rondel.models.fp32_sums import StreamProbe, keep_fp32_stream, keeps_fp32_st
 from rondel.models.head import LMHead, decoder_of
 from rondel.models.image_features import VisionFeatures
 from rondel.models.key_choice import IndexedTokens
-from rondel.models.names import is_finite
 from rondel.models.packed_layout import PackedLayout, PackedSegment
 from rondel.models.recurrent.state_count import StateCount
 from rondel.models.routing_tape import RoutingTape, use_tape
 
 # mean logprob difference to the model's own attention
 PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
-
-
-def refuse_weights_not_finite(name: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """ModelError that names the first weight with NaN or infinity: every answer that meets it is lost."""
-    for key, weight in weights:
-        if not weight.is_floating_point() or not weight.numel():
-            continue
-        ends = torch.stack(weight.aminmax()) if weight.itemsize > 1 else weight  # one pass, and NaN comes through
-        if not bool(is_finite(ends).all()):
-            finite = is_finite(weight)
-            raise ModelError(
-                f"'{name}': {int((~finite).sum())} of {weight.numel()} numbers of {key} are not finite. Its file is "
-                "damaged or its training diverged: fetch it again, or take an earlier checkpoint"
-            )
 
 
 def check_loaded(

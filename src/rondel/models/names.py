@@ -371,6 +371,20 @@ def is_finite(tensor: Tensor) -> Tensor:
     return (tensor.to(torch.bfloat16) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor).isfinite()
 
 
+def refuse_weights_not_finite(name: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """ModelError that names the first weight with NaN or infinity: every answer that meets it is lost."""
+    for key, weight in weights:
+        if not weight.is_floating_point() or not weight.numel():
+            continue
+        ends = torch.stack(weight.aminmax()) if weight.itemsize > 1 else weight  # one pass, and NaN comes through
+        if not bool(is_finite(ends).all()):
+            finite = is_finite(weight)
+            raise ModelError(
+                f"'{name}': {int((~finite).sum())} of {weight.numel()} numbers of {key} are not finite. Its file is "
+                "damaged or its training diverged: fetch it again, or take an earlier checkpoint"
+            )
+
+
 def shape_of(tensor: Tensor) -> TensorShape:
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
