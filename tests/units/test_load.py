@@ -126,6 +126,8 @@ def test_a_damaged_file_is_named(tmp_path):
     for path in (tmp_path / "whole").iterdir():
         if path.suffix == ".json" and not (tmp_path / path.name).exists():
             shutil.copy(path, tmp_path)
+    (tmp_path / "rows.json").write_text('{"a": 1}\n{"a": 2}\n')  # nobody reads them
+    (tmp_path / "consolidated.safetensors").write_bytes(b"torn")
     load_model(str(tmp_path), dtype="float32")
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     index, config = tmp_path / "model.safetensors.index.json", tmp_path / "config.json"
@@ -145,6 +147,15 @@ def test_a_damaged_file_is_named(tmp_path):
             with pytest.raises(ModelError, match=re.escape(says)):
                 load_model(str(tmp_path), dtype="float32", deferred=deferred)
         path.write_bytes(whole[path])
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_single_file_comes_before_an_index(tmp_path, deferred):
+    """Whoever merged shards may have left their index, which names files that are gone."""
+    save_model(tiny(), tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "gone.safetensors"}}')
+    loaded = load_model(str(tmp_path), dtype="float32", deferred=deferred)
+    assert (loaded.weights is not None) == deferred
 
 
 @pytest.mark.parametrize("deferred", [False, True])

@@ -24,9 +24,9 @@ from transformers.utils import cached_file
 
 from rondel.core.errors import ModelError
 from rondel.models import names
+from rondel.system.files import INDEX, SINGLE
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls what needs no scale
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @contextmanager
@@ -169,11 +169,11 @@ def stored_files(folder: str) -> dict[str, str]:
             return str(found) if found.is_file() else None
         return cached_file(folder, file, _raise_exceptions_for_missing_entries=False)
 
-    if (index := find(INDEX)) is not None:
-        placed = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        files = {file: find(file) for file in set(placed.values())}
-        return {name: file for name, of in placed.items() if (file := files[of]) is not None}
-    if (single := find(SINGLE)) is None:
+    if (single := find(SINGLE)) is not None:  # which transformers reads, too, where both are there
+        with safe_open(single, "pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    if (index := find(INDEX)) is None:
         return {}
-    with safe_open(single, "pt") as file:
-        return dict.fromkeys(file.keys(), single)
+    placed = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    files = {file: find(file) for file in set(placed.values())}
+    return {name: file for name, of in placed.items() if (file := files[of]) is not None}

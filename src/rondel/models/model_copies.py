@@ -16,21 +16,22 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from rondel.system.files import replace_file
+from rondel.system.files import INDEX, SINGLE, replace_file
 
 MANIFEST = "prepared.json"
 MODELS = "RONDEL_MODELS"  # folders with prepared models, as PATH has them
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ckpt", ".tflite")
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def model_files(folder: Path) -> list[Path]:
     """What of a model's folder a run reads: its safetensors, or else its other weights, and what is beside them."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
-    if (folder / INDEX).is_file():
+    if (folder / SINGLE).is_file():
+        stored = {SINGLE}
+    elif (folder / INDEX).is_file():
         stored = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
     else:
-        stored = {SINGLE} if (folder / SINGLE).is_file() else {path.name for path in files if path.suffix in WEIGHTS}
+        stored = {path.name for path in files if path.suffix in WEIGHTS}
     return [path for path in files if path.name != MANIFEST and (path.suffix not in WEIGHTS or path.name in stored)]
 
 

@@ -14,6 +14,8 @@ from typing import BinaryIO
 
 from rondel.core.errors import CheckpointError, RondelError, UserError, disk_refusal, root_cause
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"  # of a checkpoint, as Hugging Face stores it
+
 
 @contextmanager
 def guard_write(

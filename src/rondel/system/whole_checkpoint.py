@@ -12,7 +12,13 @@ from safetensors import safe_open
 
 from rondel.core.errors import ModelError
 from rondel.core.events import Warned, emit
+from rondel.system.files import INDEX, SINGLE
 
+READ_AS_JSON = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
+    "video_preprocessor_config.json",
+)
 LAYER = re.compile(r"(.*\b(?:layers|blocks|h))\.(\d+)\.")
 
 
@@ -39,24 +45,12 @@ def load_pretrained(cls: Any, name: str, **how: Any) -> Any:
 
 def refuse_unreadable_files(name: str, folder: Path) -> None:
     """ModelError that names the file of a checkpoint which is cut off, no JSON, or not there though the index names
-    it.
+    it. Files that nobody reads may lie beside them.
     """
-    for path in sorted(folder.glob("*.json")):
-        try:
-            read = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise ModelError(f"'{name}': {path} is no whole JSON file ({error}): copy or fetch it again") from error
-        if not path.name.endswith(".safetensors.index.json"):
-            continue
-        stored = read.get("weight_map") if isinstance(read, dict) else None
-        if not isinstance(stored, dict):
-            raise ModelError(f"'{name}': {path} has no \"weight_map\": copy or fetch it again")
-        if lost := sorted({str(file) for file in stored.values() if not (folder / str(file)).is_file()}):
-            raise ModelError(
-                f"'{name}': {path.name} names {lost[0]}, which is not in {folder} ({len(lost)} files lack): copy or "
-                "fetch what lacks"
-            )
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in (folder / file for file in READ_AS_JSON):
+        if path.is_file():
+            _read_json(name, path)
+    for path in _weight_files(name, folder):
         try:
             with safe_open(path, "pt"):
                 pass
@@ -65,6 +59,32 @@ def refuse_unreadable_files(name: str, folder: Path) -> None:
                 f"'{name}': {path} is no whole safetensors file ({path.stat().st_size} bytes; {error}): copy or fetch it "
                 "again"
             ) from error
+
+
+def _weight_files(name: str, folder: Path) -> list[Path]:
+    """A single one, as transformers looks for it first, or those of the index; none where there are only other formats."""
+    if (whole := folder / SINGLE).is_file():
+        return [whole]
+    if not (index := folder / INDEX).is_file():
+        return []
+    read = _read_json(name, index)
+    stored = read.get("weight_map") if isinstance(read, dict) else None
+    if not isinstance(stored, dict):
+        raise ModelError(f"'{name}': {index} has no \"weight_map\": copy or fetch it again")
+    files = [folder / file for file in sorted({str(file) for file in stored.values()})]
+    if lost := [path for path in files if not path.is_file()]:
+        raise ModelError(
+            f"'{name}': {index.name} names {lost[0].name}, which is not in {folder} ({len(lost)} files lack): copy or "
+            "fetch what lacks"
+        )
+    return files
+
+
+def _read_json(name: str, path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"'{name}': {path} is no whole JSON file ({error}): copy or fetch it again") from error
 
 
 def tell_layers_left_out(name: str, config: Any, taken: Iterable[str], left: Iterable[str]) -> None:

@@ -83,7 +83,7 @@ def tail_repetition(tokens: Sequence[int], mask: Sequence[Any]) -> float | None:
 
 
 class HackingMonitor:
-    """A writer of rows: `StepMetrics(..., Hacking().write)`. Of a run that goes back to a checkpoint, what it repeats
+    """A writer of rows: `StepMetrics(..., HackingMonitor().write)`. Of a run that goes back to a checkpoint, what it repeats
     counts once.
     """
 
